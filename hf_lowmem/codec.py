@@ -1,0 +1,268 @@
+"""How an optimizer state and a master weight are written as bytes.
+
+Plain torch, on any device, a few tensor operations a function: slow, short, and the oracle that every native kernel
+equals bit for bit. Nothing here keeps state.
+
+Formats (docs/numerics.md has the measurements behind each choice):
+
+* first moment ``m``: symmetric integers, ``m = code * scale / levels`` with one fp32 scale (the absmax) a block, zero
+  exactly representable, the code chosen by stochastic rounding;
+* second moment ``v``: ``sqrt(v)`` as an unsigned tiny float (E3M1 in 4 bits, E4M4 in 8), relative to one fp32 scale
+  (the block's largest) a block. Zero is no code point. The code is chosen by stochastic rounding;
+* master weight, 24 bits: the bf16 or fp16 weight, rounded to nearest, and one ``int8`` holding the rounding error in
+  units of 1/256 of the weight's last place;
+* 16-bit weights without a master are rounded stochastically.
+
+The random bits are a hash of (key, block, position): they depend on no thread, no order and no machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+HALF = 64  # values that share one draw of 512 random bits; two halves make a 4-bit block
+SMALLEST_SCALE = 2.0**-100  # a block whose largest magnitude is under this is written as zero
+_MASK32 = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class StateCodec:
+    """One width of the two AdamW moments.
+
+    Args:
+        bits: width of one code, 4 or 8.
+        block: values that share a scale, a multiple of 64.
+        mantissa: mantissa bits of the code of ``sqrt(v)``.
+
+    A tensor of ``n`` values is ``blocks(n)`` blocks. In 4 bits a block's 64 bytes hold value ``j`` in the low nibble of
+    byte ``j`` and value ``j + 64`` in its high nibble, so the last block is padded; in 8 bits there is a byte a value.
+    """
+
+    bits: int
+    block: int
+    mantissa: int
+
+    @property
+    def levels(self) -> int:
+        """Largest magnitude of an ``m`` code: 7 or 127."""
+        return 2 ** (self.bits - 1) - 1
+
+    @property
+    def top(self) -> float:
+        """What the block's largest ``sqrt(v)`` is scaled to before its float bits are cut: the last code's value."""
+        exponent = 2 ** (self.bits - self.mantissa)
+        return (2.0 - 2.0**-self.mantissa) * 2.0**exponent
+
+    def blocks(self, n: int) -> int:
+        return -(-n // self.block)
+
+    def nbytes(self, n: int) -> int:
+        """Bytes of one moment's codes for ``n`` values, without the scales (4 bytes a block)."""
+        return self.blocks(n) * self.block // 2 if self.bits == 4 else n
+
+    # -- packing ------------------------------------------------------------------------------------------------
+    def pack(self, codes: Tensor, n: int) -> Tensor:
+        """``int[blocks, block]`` in ``0 .. 2**bits - 1`` to ``uint8[nbytes(n)]``."""
+        if self.bits == 8:
+            return codes.to(torch.uint8).flatten()[:n].contiguous()
+        low, high = codes.view(-1, 2, HALF).unbind(1)
+        return (low | (high << 4)).to(torch.uint8).flatten()
+
+    def unpack(self, data: Tensor, n: int) -> Tensor:
+        """``uint8[nbytes(n)]`` to ``int32[blocks, block]``; what pads the last block reads as zero bits."""
+        codes = data.to(torch.int32)
+        if self.bits == 8:
+            return as_blocks(codes, self.block)
+        codes = codes.view(-1, HALF)
+        return torch.stack((codes & 15, codes >> 4), 1).view(-1, self.block)
+
+    # -- first moment -------------------------------------------------------------------------------------------
+    def decode_m(self, data: Tensor, n: int) -> Tensor:
+        """Codes to ``float32[blocks, block]`` integers ``-levels .. levels``; times ``scale / levels`` they are m."""
+        return (self.unpack(data, n) - 2 ** (self.bits - 1)).float()
+
+    def encode_m(self, m: Tensor, noise: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """``m`` ``float32[blocks, block]`` to (codes ``uint8[nbytes(n)]``, scales ``float32[blocks]``).
+
+        Args:
+            noise: ``int32[blocks, block]`` in 0 .. 255; its mean rounds without bias.
+        """
+        scale = block_scale(m.abs().amax(1))
+        fixed = torch.round(m * inverse(scale, self.levels * 256)[:, None]).to(torch.int32)
+        codes = ((fixed + noise) >> 8) + 2 ** (self.bits - 1)
+        return self.pack(codes, n), scale
+
+    # -- second moment ------------------------------------------------------------------------------------------
+    def decode_root(self, data: Tensor, n: int) -> Tensor:
+        """Codes to ``float32[blocks, block]``; times ``scale / top`` they are sqrt(v)."""
+        return ((self.unpack(data, n) << (23 - self.mantissa)) + 0x40000000).view(torch.float32)
+
+    def encode_root(self, root: Tensor, noise: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """``sqrt(v)`` ``float32[blocks, block]`` to (codes ``uint8[nbytes(n)]``, scales ``float32[blocks]``)."""
+        scale = block_scale(root.amax(1))
+        bits = (root * inverse(scale, self.top)[:, None]).view(torch.int32)
+        shift = 23 - self.mantissa - 8
+        fixed = (bits - 0x40000000 + (1 << (shift - 1))) >> shift
+        codes = (fixed.clamp(0, 0xFFFF) + noise).clamp_max(0xFFFF) >> 8
+        return self.pack(codes, n), scale
+
+
+STATE4 = StateCodec(bits=4, block=128, mantissa=1)
+STATE8 = StateCodec(bits=8, block=256, mantissa=4)
+STATES = {4: STATE4, 8: STATE8}
+BLOCK32 = 256  # block of fp32 states: it numbers the random bits of 16-bit weights, nothing else
+
+
+def as_blocks(x: Tensor, block: int) -> Tensor:
+    """Flat ``x`` as ``[blocks, block]``, zeros behind its end."""
+    pad = -x.numel() % block
+    return (F.pad(x, (0, pad)) if pad else x).view(-1, block)
+
+
+def block_scale(largest: Tensor) -> Tensor:
+    """A block's scale from its largest magnitude, ``float32[blocks]``: too small a block is a block of zeros."""
+    return torch.where(largest >= SMALLEST_SCALE, largest, torch.zeros_like(largest))
+
+
+def inverse(scale: Tensor, top: float) -> Tensor:
+    """``top / scale``, zero where the scale is zero."""
+    return torch.where(scale > 0, torch.full_like(scale, top) / scale, torch.zeros_like(scale))
+
+
+# -- random bits ------------------------------------------------------------------------------------------------
+def mix64(x: int) -> int:
+    """SplitMix64's finalizer (Steele, Lea, Flood 2014): one 64-bit word to another."""
+    mask = (1 << 64) - 1
+    x = (x + 0x9E3779B97F4A7C15) & mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    return x ^ (x >> 31)
+
+
+def tensor_key(seed: int, step: int, index: int) -> int:
+    """The 64-bit key of one tensor's random bits in one step."""
+    return mix64(seed ^ mix64(step ^ mix64(index)))
+
+
+class Noise:
+    """The random bits of every block of one tensor in one step: 16 lanes of xorshift32 a block, seeded by a hash.
+
+    Lane ``l`` of block ``b`` starts at ``fmix32((16 b + l) * 0x9E3779B9 + low) ^ high``, ``low`` and ``high`` being the
+    key's halves and fmix32 MurmurHash3's finalizer. A draw steps all lanes once (Marsaglia 2003: 13, 17, 5) and reads
+    them as 32 little-endian 16-bit words. The draws of a block are, in this order: two for each half of 64 values if
+    its weights are rounded stochastically (words 0..31, then 32..63), then for each half one for m and one for v, value
+    ``j`` of a half taking byte ``j // 32`` of word ``j % 32``.
+
+    Args:
+        key: see ``tensor_key``.
+        blocks: number of blocks.
+        device: where the bits are wanted.
+        first: number of the first block.
+    """
+
+    def __init__(self, key: int, blocks: int, device: torch.device | str = "cpu", first: int = 0) -> None:
+        lane = torch.arange(first * 16, (first + blocks) * 16, device=device, dtype=torch.int64)
+        x = (lane * 0x9E3779B9 + (key & _MASK32)) & _MASK32
+        x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK32
+        x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK32
+        self._lanes = ((x ^ (x >> 16)) ^ (key >> 32)).view(blocks, 16)
+
+    def words(self) -> Tensor:
+        """The next draw, ``int32[blocks, 32]`` in 0 .. 65535."""
+        x = self._lanes
+        x = x ^ ((x << 13) & _MASK32)
+        x = x ^ (x >> 17)
+        x = x ^ ((x << 5) & _MASK32)
+        self._lanes = x
+        return torch.stack((x & 0xFFFF, x >> 16), 2).view(-1, 32).to(torch.int32)
+
+    def weight_words(self, halves: int) -> Tensor:
+        """16 bits for every value, ``int32[blocks, 64 * halves]``."""
+        return torch.cat([self.words() for _ in range(2 * halves)], 1)
+
+    def moment_bytes(self, halves: int) -> tuple[Tensor, Tensor]:
+        """8 bits for every value of m and of v, each ``int32[blocks, 64 * halves]``."""
+        out: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for _ in range(halves):
+            for moment in out:
+                words = self.words()
+                moment += [words & 255, words >> 8]
+        return torch.cat(out[0], 1), torch.cat(out[1], 1)
+
+
+# -- master weights ---------------------------------------------------------------------------------------------
+def split_master(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """fp32 master to (weight of ``dtype``, extension ``int8``): the nearest 24-bit value to ``x``, in two parts."""
+    bits = x.view(torch.int32)
+    if dtype is torch.bfloat16:
+        y = bits + 0x80
+        weight = ((y + 0x8000) >> 16).to(torch.int16).view(dtype)
+        return weight, _signed_byte(y >> 8)
+    magnitude, sign = _half_magnitude(x)
+    y = (magnitude + 0x10).clamp_max(0x7C00 << 13)
+    weight = (torch.bitwise_or((y + 0x1000) >> 13, sign)).to(torch.int16).view(dtype)
+    return weight, _signed_byte(y >> 5)
+
+
+def join_master(weight: Tensor, extension: Tensor) -> Tensor:
+    """(weight bf16 or fp16, extension ``int8``) to the fp32 master.
+
+    Whoever writes zeros into a weight (pruning, say) may leave an old extension behind. It must not turn the zero into
+    something else of the wrong sign: a bf16 zero has no extension, an fp16 zero none below zero.
+    """
+    word = weight.view(torch.int16).to(torch.int32)
+    ext = extension.to(torch.int32)
+    if weight.dtype is torch.bfloat16:
+        ext = torch.where((word & 0x7FFF) == 0, torch.zeros_like(ext), ext)
+        return ((word << 16) + (ext << 8)).view(torch.float32)
+    magnitude = (((word & 0x7FFF) << 13) + (ext << 5)).clamp_min(0)
+    value = magnitude.view(torch.float32) * 2.0**112
+    return torch.where(word < 0, -value, value)
+
+
+def round_stochastic(x: Tensor, dtype: torch.dtype, words: Tensor) -> Tensor:
+    """fp32 to bf16 or fp16, up or down with the probability that makes the mean exact.
+
+    Args:
+        words: ``int32`` in 0 .. 65535, one a value.
+    """
+    if dtype is torch.bfloat16:
+        return ((x.view(torch.int32) + words) >> 16).to(torch.int16).view(dtype)
+    magnitude, sign = _half_magnitude(x)
+    y = (magnitude + (words >> 3)).clamp_max(0x7C00 << 13)
+    return ((y >> 13) | sign).to(torch.int16).view(dtype)
+
+
+def _half_magnitude(x: Tensor) -> tuple[Tensor, Tensor]:
+    """|x| as an int32 whose top bits, from bit 13, are the fp16 pattern (truncated), and fp16's sign bit.
+
+    Scaled by 2**-112 an fp32's exponent field is fp16's, and what is subnormal in fp16 is subnormal in fp32.
+    """
+    scaled = (x.abs() * 2.0**-112).view(torch.int32)
+    return scaled, (x.view(torch.int32) >> 16) & 0x8000
+
+
+def _signed_byte(x: Tensor) -> Tensor:
+    return ((x & 255) ^ 128).sub(128).to(torch.int8)
+
+
+# -- arithmetic -------------------------------------------------------------------------------------------------
+def fma(a: Tensor | float, b: Tensor, c: Tensor) -> Tensor:
+    """``a * b + c`` in fp32, rounded once.
+
+    torch has no such operation. In float64 the product is exact; the sum is rounded to odd, after which the second
+    rounding, to fp32, is the only one (Boldo and Melquiond, Emulation of FMA and correctly rounded sums, 2008).
+    """
+    product = b.double() * a
+    addend = c.double()
+    total = product + addend
+    back = total - product
+    error = (product - (total - back)) + (addend - back)
+    bits = total.view(torch.int64)
+    toward = torch.where((error > 0) == (total > 0), 1, -1)
+    odd = torch.where((error != 0) & ((bits & 1) == 0) & total.isfinite(), bits + toward, bits)
+    return odd.view(torch.float64).float()

@@ -1,0 +1,61 @@
+// The C ABI of hf_lowmem's core: pure functions on memory that the caller owns.
+// No threads, no allocation, no state, no I/O. Any number of threads may call at once on disjoint units.
+#pragma once
+
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define HLM_API __declspec(dllexport)
+#else
+#define HLM_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Raised whenever a struct or a function changes; native.py refuses a library with another number.
+#define HLM_ABI_VERSION 1
+
+// A unit of work: this many consecutive values of one tensor (the last unit of a tensor may be shorter).
+#define HLM_UNIT 256
+
+enum hlm_dtype { HLM_F32 = 0, HLM_BF16 = 1, HLM_F16 = 2, HLM_NONE = 255 };
+
+// In order of priority: the last supported one is the default.
+enum hlm_isa { HLM_BASE = 0, HLM_AVX2 = 1, HLM_AVX512 = 2, HLM_NEON = 3, HLM_ISA_COUNT = 4 };
+
+// One tensor of an AdamW step; kernels/adam.py says what each buffer holds. No alignment is asked for.
+typedef struct hlm_adam_tensor {
+  void *weight;        // n values of weight_dtype
+  int8_t *extension;   // n bytes of a 24-bit master, or NULL
+  void *copy;          // n values of copy_dtype (BF16 or F16), or NULL; only with an F32 weight
+  const void *grad;    // n values of grad_dtype
+  void *m;             // codes, or n floats where bits == 32
+  void *v;
+  float *m_scale;      // one a block, or NULL where bits == 32
+  float *v_scale;
+  int64_t n;
+  uint64_t key;        // of the random bits
+  float c_m, b_m, c_h, b_v, root_correction, eps, step_size, decay;
+  uint32_t grad_limit; // magnitude bits in grad_dtype
+  uint8_t weight_dtype, copy_dtype, grad_dtype, bits;
+} hlm_adam_tensor;
+
+HLM_API int32_t hlm_abi_version(void);
+
+// Whether this build holds the ISA's code and this machine can run it.
+HLM_API int32_t hlm_isa_supported(int32_t isa);
+
+// Steps the units [first, last), counted through all `count` tensors in order. Returns the number of blocks left as
+// they were for their gradients, or -1 where isa or a tensor's bits or dtypes are none that this build knows (nothing
+// is written then).
+HLM_API int64_t hlm_adam(int32_t isa, const hlm_adam_tensor *tensors, int64_t count, int64_t first, int64_t last);
+
+// Streaming-store triad a[i] = b[i] + s * c[i] over n floats, for measuring a machine's memory. Falls back to ordinary
+// stores where the ISA has no streaming ones.
+HLM_API void hlm_triad(int32_t isa, float *a, const float *b, const float *c, float s, int64_t n);
+
+#ifdef __cplusplus
+}
+#endif
