@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -52,17 +53,18 @@ class AdamConstants:
     grad_scale: float
 
     @classmethod
+    @lru_cache(maxsize=1024)  # the parameters of a group share them
     def of(
         cls,
         bits: int,
         step: int,
         lr: float,
-        betas: tuple[float, float],
+        beta1: float,
+        beta2: float,
         eps: float,
         weight_decay: float,
         grad_scale: float = 1.0,
     ) -> AdamConstants:
-        beta1, beta2 = betas
         state = codec.STATES.get(bits)
         return cls(
             c_m=(1.0 - beta1) * grad_scale,
@@ -98,6 +100,7 @@ class AdamTensor:
         copy: ``[n]`` bfloat16 or float16, written with an fp32 ``weight`` rounded to nearest.
         bits: 4, 8 or 32.
         key: of the random bits, ``codec.tensor_key``.
+        start: number of the first value here within the whole parameter, a multiple of 256: it numbers the random bits.
     """
 
     weight: Tensor
@@ -111,6 +114,24 @@ class AdamTensor:
     key: int = 0
     extension: Tensor | None = None
     copy: Tensor | None = None
+    start: int = 0
+
+    def part(self, start: int, stop: int) -> AdamTensor:
+        """The same step of values ``[start, stop)``; the gradient is the part's already. `start` is that of a block."""
+        form, values = codec.STATES.get(self.bits), slice(start, stop)
+        codes = slice(form.nbytes(start), form.nbytes(start) + form.nbytes(stop - start)) if form else values
+        blocks = slice(start // form.block, form.blocks(stop)) if form else values
+        return replace(
+            self,
+            weight=self.weight[values],
+            m=self.m[codes],
+            v=self.v[codes],
+            m_scale=None if self.m_scale is None else self.m_scale[blocks],
+            v_scale=None if self.v_scale is None else self.v_scale[blocks],
+            extension=None if self.extension is None else self.extension[values],
+            copy=None if self.copy is None else self.copy[values],
+            start=self.start + start,
+        )
 
 
 def adam_step(tensors: Sequence[AdamTensor]) -> int:
@@ -135,7 +156,7 @@ def _chunk_step(t: AdamTensor, start: int, n: int) -> int:
     grad, weight = t.grad[part], t.weight[part]
     bad = _blocks_over(grad, t.constants.grad_limit(grad.dtype), block)
     stays = bad[:, None].expand(-1, block)
-    noise = codec.Noise(t.key, len(bad), grad.device, first=blocks.start)
+    noise = codec.Noise(t.key, len(bad), grad.device, first=t.start // block + blocks.start)
     stochastic = weight.dtype is not torch.float32 and t.extension is None
     words = noise.weight_words(block // codec.HALF) if stochastic else None
 
@@ -152,7 +173,8 @@ def _chunk_step(t: AdamTensor, start: int, n: int) -> int:
         t.m[part] = torch.where(keep, t.m[part], m.flatten()[:n])
         t.v[part] = torch.where(keep, t.v[part], v.flatten()[:n])
         return int(bad.sum())
-    assert t.m_scale is not None and t.v_scale is not None
+    assert t.m_scale is not None
+    assert t.v_scale is not None
     m_noise, v_noise = noise.moment_bytes(block // codec.HALF)
     for data, scales, (codes, scale) in (
         (t.m, t.m_scale, state.encode_m(m, m_noise, n)),
@@ -174,7 +196,8 @@ def _moments(t: AdamTensor, part: slice, blocks: slice, grad: Tensor) -> tuple[T
         old_m = codec.as_blocks(t.m[part], codec.BLOCK32) * _f32(k.b_m)
         old_v = codec.as_blocks(t.v[part], codec.BLOCK32) * _f32(k.b_v)
     else:
-        assert t.m_scale is not None and t.v_scale is not None
+        assert t.m_scale is not None
+        assert t.v_scale is not None
         where = slice(state.nbytes(part.start), state.nbytes(part.start) + state.nbytes(n))
         m_unit = t.m_scale[blocks] * _f32(k.b_m)
         root_unit = t.v_scale[blocks] * _f32(k.b_v)

@@ -1,0 +1,62 @@
+"""Host memory that a GPU copies from and to at full speed.
+
+torch's caching allocator for pinned memory rounds every request up to a power of two. Here ordinary memory is
+registered with the driver at its exact size.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+
+import torch
+from torch import Tensor
+
+PAGE = 4096
+ALIGN = 256
+
+
+class PinnedArena:
+    """One block of pinned host memory, cut into tensors.
+
+    Where the driver refuses to pin (a container's or WSL's limit), the memory stays ordinary: copies then run at a
+    fraction of the link's speed and hold up the caller; one warning says so.
+
+    Args:
+        sizes: bytes of each tensor.
+
+    Attributes:
+        parts: ``uint8[size]`` for each size, aligned to 256 bytes.
+        pinned: whether the driver took it.
+    """
+
+    def __init__(self, sizes: list[int]) -> None:
+        offsets, total = [], 0
+        for size in sizes:
+            offsets.append(total)
+            total += -(-size // ALIGN) * ALIGN
+        base = torch.empty(total + PAGE, dtype=torch.uint8)
+        start = -base.data_ptr() % PAGE
+        self.nbytes = total
+        self.pinned = total > 0 and _register(base, start, total)
+        if self.pinned:
+            # The finalizer's reference keeps the memory until the driver has let go of it.
+            weakref.finalize(self, _unregister, base, start)
+        self.parts: list[Tensor] = [base[start + o : start + o + n] for o, n in zip(offsets, sizes, strict=True)]
+
+
+def _register(base: Tensor, start: int, nbytes: int) -> bool:
+    code = int(torch.cuda.cudart().cudaHostRegister(base.data_ptr() + start, nbytes, 0))
+    if code:
+        warnings.warn(
+            f"the driver refused to pin {nbytes / 2**30:.2f} GiB of host memory (CUDA error {code}): copies to and "
+            "from the GPU will be several times slower. Raise the limit (ulimit -l unlimited; on WSL the memory of the "
+            "virtual machine) or lower staging_memory.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return code == 0
+
+
+def _unregister(base: Tensor, start: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(base.data_ptr() + start)

@@ -1,0 +1,208 @@
+"""Gradients down, weights up: how the step of parameters on a GPU is fed from, and written back to, host RAM.
+
+Parameters are cut into pieces, and pieces gathered into batches of about ``PIECE`` values, last parameter first (the
+order in which backward makes gradients). A batch's gradients come down into one of a bounded number of pinned slots,
+on a copy stream of their own; while batch i is updated by the CPU, the gradients of those behind it come down and the
+weights of those before it go up.
+
+Gradients start down while backward still runs, as far as the slots reach. A gradient that is changed afterwards (the
+next micro-batch, clipping in place) is fetched again: its version tells. Where that keeps happening in `step`, the
+early copies only waste the link and are given up.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .kernels.adam import AdamTensor
+from .memory import PinnedArena
+
+PIECE = 2**23  # values; 1 ms of work for a fast host, large enough to hide a Python call
+ALIGN = 256  # a piece starts where a block starts, at every width of the states
+MISSES_ALLOWED = 2
+
+
+@dataclass(eq=False)
+class Piece:
+    """Values ``[start, stop)`` of one parameter, and where in its batch's slot their gradient lies."""
+
+    param: Tensor
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(eq=False)
+class Batch:
+    pieces: list[Piece] = field(default_factory=list)
+    nbytes: int = 0
+    values: int = 0
+    slot: Tensor | None = None
+
+    def add(self, param: Tensor, start: int, stop: int, itemsize: int) -> Piece:
+        piece = Piece(param, start, stop, self.nbytes)
+        self.pieces.append(piece)
+        self.nbytes += -(-(stop - start) * itemsize // ALIGN) * ALIGN
+        self.values += stop - start
+        return piece
+
+
+def cut(params: Sequence[Tensor]) -> list[Batch]:
+    """Batches of about ``PIECE`` values, last parameter first."""
+    batches = [Batch()]
+    for param in reversed(params):
+        n = param.numel()
+        for start in range(0, n, PIECE):
+            stop = min(start + PIECE, n)
+            if batches[-1].values and batches[-1].values + stop - start > PIECE:
+                batches.append(Batch())
+            batches[-1].add(param, start, stop, param.element_size())
+    return batches
+
+
+class Staging:
+    """The pinned slots and copy streams of one GPU.
+
+    Args:
+        device: the GPU.
+        params: its parameters, in the optimizer's order.
+        nbytes: bound of the slots in bytes; two slots are the least.
+    """
+
+    def __init__(self, device: torch.device, params: Sequence[Tensor], nbytes: int) -> None:
+        self.device = device
+        self.batches = cut(params)
+        self._places: dict[Tensor, list[tuple[Batch, Piece]]] = {p: [] for p in params}
+        for batch in self.batches:
+            for piece in batch.pieces:
+                self._places[piece.param].append((batch, piece))
+        slot = max(batch.nbytes for batch in self.batches)
+        count = min(max(2, nbytes // slot), max(2, len(self.batches)))
+        self.arena = PinnedArena([slot] * count)
+        self._free = list(self.arena.parts)
+        self._down = torch.cuda.Stream(device)
+        self._up = torch.cuda.Stream(device)
+        self._uploaded = torch.cuda.Event()
+        self._came_down: dict[Tensor, tuple[int, int]] = {}  # param -> (address, version) of the gradient as copied
+        self._misses = 0
+        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in params]
+
+    def close(self) -> None:
+        """Takes the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._uploaded.synchronize()
+
+    # -- down -------------------------------------------------------------------------------------------------------
+    def _on_gradient(self, param: Tensor) -> None:
+        if self._misses >= MISSES_ALLOWED or param.grad is None or not _fits(param):
+            return
+        complete = True
+        for batch, piece in self._places[param]:
+            if batch.slot is None and self._free:
+                batch.slot = self._free.pop()
+            if batch.slot is None:
+                complete = False
+            else:
+                self._fetch(batch, piece)
+        if complete:
+            self._came_down[param] = _mark(param)
+
+    def _fetch(self, batch: Batch, piece: Piece) -> None:
+        grad = piece.param.grad
+        assert grad is not None
+        self._down.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._down):
+            values = grad.detach().reshape(-1)[piece.start : piece.stop]
+            _staged(batch, piece).copy_(values, non_blocking=True)
+            grad.record_stream(self._down)
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+    def step(
+        self,
+        params: Iterable[Tensor],
+        tensor_of: Callable[[Tensor, int, int, Tensor], AdamTensor],
+        update: Callable[[list[AdamTensor]], int],
+        home_of: Callable[[Tensor], Tensor],
+    ) -> int:
+        """Updates ``params``; returns the number of blocks left out.
+
+        Args:
+            params: those with a gradient, of the parameter's dtype and on its device.
+            tensor_of: (parameter, start, stop, gradient in RAM) to the kernel's view of these values.
+            update: the kernel.
+            home_of: a parameter's flat weight in RAM, which `update` writes.
+        """
+        present = set(params)
+        self._uploaded.synchronize()  # the last weights have left the memory that is written now
+        self._up.wait_stream(torch.cuda.current_stream(self.device))
+        waiting = deque(sorted(self.batches, key=lambda b: b.slot is None))
+        coming: deque[tuple[Batch, list[Piece], torch.cuda.Event]] = deque()
+        skipped, stale = 0, False
+        while waiting or coming:
+            while waiting and (waiting[0].slot is not None or self._free):
+                batch = waiting.popleft()
+                pieces = [piece for piece in batch.pieces if piece.param in present]
+                early = batch.slot is not None
+                if batch.slot is None:
+                    batch.slot = self._free.pop()
+                for piece in pieces:
+                    if self._came_down.get(piece.param) != _mark(piece.param) or not early:
+                        stale |= piece.param in self._came_down
+                        self._fetch(batch, piece)
+                event = torch.cuda.Event()
+                event.record(self._down)
+                coming.append((batch, pieces, event))
+            batch, pieces, event = coming.popleft()
+            event.synchronize()
+            skipped += update([tensor_of(p.param, p.start, p.stop, _staged(batch, p)) for p in pieces])
+            self._send(pieces, home_of)
+            assert batch.slot is not None
+            self._free.append(batch.slot)
+            batch.slot = None
+        self._finish(stale)
+        return skipped
+
+    def drop(self) -> None:
+        """Forgets what came down: the step that it was for is not done."""
+        for batch in self.batches:
+            if batch.slot is not None:
+                self._free.append(batch.slot)
+                batch.slot = None
+        self._came_down.clear()
+
+    def _send(self, pieces: list[Piece], home_of: Callable[[Tensor], Tensor]) -> None:
+        with torch.cuda.stream(self._up):
+            for piece in pieces:
+                param, home = piece.param.detach(), home_of(piece.param)
+                if param.is_contiguous():
+                    param.view(-1)[piece.start : piece.stop].copy_(home[piece.start : piece.stop], non_blocking=True)
+                elif piece.stop == param.numel():
+                    param.copy_(home.view(param.shape), non_blocking=True)
+
+    def _finish(self, stale: bool) -> None:
+        self._came_down.clear()
+        self._misses += stale
+        self._uploaded.record(self._up)
+        torch.cuda.current_stream(self.device).wait_stream(self._up)
+
+
+def _mark(param: Tensor) -> tuple[int, int]:
+    assert param.grad is not None
+    return param.grad.data_ptr(), param.grad._version
+
+
+def _fits(param: Tensor) -> bool:
+    grad = param.grad
+    return grad is not None and grad.dtype is param.dtype and grad.device == param.device and not grad.is_sparse
+
+
+def _staged(batch: Batch, piece: Piece) -> Tensor:
+    assert batch.slot is not None
+    size = (piece.stop - piece.start) * piece.param.element_size()
+    return batch.slot[piece.offset : piece.offset + size].view(piece.param.dtype)
