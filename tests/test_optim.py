@@ -1,0 +1,529 @@
+"""LowBitAdamW against torch.optim.AdamW at 32 bits, against itself at 4, and everything that it must refuse."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_lowmem import codec
+from hf_lowmem import state as states
+from hf_lowmem.kernels.adam import AdamConstants, AdamTensor, adam_step
+from hf_lowmem.optim import LowBitAdamW, param_bits
+from hf_lowmem.staging import PIECE, cut
+
+SHAPES = [(100, 70), (5000,), (3, 33, 50), (), (3,), (1,), (0, 4)]
+WIDTHS = [(4, 24), (4, 16), (4, 32), (8, 24), (32, 24), (32, 32)]
+
+
+def parameters(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[nn.Parameter]:
+    gen = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=gen).to(dtype)) for shape in SHAPES]
+
+
+def give_gradients(params: list[nn.Parameter], seed: int, scale: float = 1.0) -> None:
+    gen = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = (scale * (torch.randn(p.shape, generator=gen) + 0.2)).to(p.dtype)
+
+
+def run(params: list[nn.Parameter], optimizer: torch.optim.Optimizer, steps: range) -> list[nn.Parameter]:
+    for step in steps:
+        give_gradients(params, 100 + step)
+        optimizer.step()
+    return params
+
+
+def same(a: list[nn.Parameter], b: list[nn.Parameter]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def saved(optimizer: torch.optim.Optimizer) -> dict:
+    """What a new process finds in the file."""
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def states_equal(a: LowBitAdamW, b: LowBitAdamW) -> bool:
+    left, right = saved(a)["state"], saved(b)["state"]
+    return left.keys() == right.keys() and all(
+        torch.equal(x, right[i][k]) if isinstance(x, Tensor) else x == right[i][k]
+        for i, state in left.items()
+        for k, x in state.items()
+    )
+
+
+# -- against torch --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.8, 0.95)])
+def test_32_bits_is_torch_adamw(weight_decay: float, betas: tuple[float, float]) -> None:
+    ours, theirs = parameters(), parameters()
+    options = {"lr": 1e-2, "betas": betas, "weight_decay": weight_decay, "eps": 1e-8}
+    run(ours, LowBitAdamW(ours, state_bits=32, master_bits=32, **options), range(50))
+    run(theirs, torch.optim.AdamW(theirs, **options), range(50))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("state_bits", "far"), [(4, 0.02), (8, 0.003)])
+def test_low_bits_stay_near_torch_adamw(state_bits: int, far: float) -> None:
+    ours, theirs = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    full = [nn.Parameter(p.detach().float()) for p in theirs]
+    run(ours, LowBitAdamW(ours, lr=1e-2, state_bits=state_bits), range(10))
+    for step in range(10):
+        give_gradients(theirs, 100 + step)
+        for p, q in zip(full, theirs, strict=True):
+            p.grad = q.grad.float()
+        if step == 0:
+            reference = torch.optim.AdamW(full, lr=1e-2)
+        reference.step()
+    for a, b in zip(ours[:3], full[:3], strict=True):
+        assert (a.float() - b).norm() < far * b.norm()
+
+
+def test_gradient_scale_is_a_scaled_gradient() -> None:
+    ours, theirs = parameters(), parameters()
+    a, b = (LowBitAdamW(p, state_bits=32, lr=1e-2) for p in (ours, theirs))
+    for step in range(5):
+        give_gradients(ours, step)
+        give_gradients(theirs, step, scale=0.125)  # a power of two: nothing is rounded
+        a.scale_gradients(0.125)
+        a.step()
+        b.step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+def test_gradient_scale_holds_for_one_step() -> None:
+    ours, theirs = parameters(), parameters()
+    a, b = LowBitAdamW(ours), LowBitAdamW(theirs)
+    give_gradients(ours, 0)
+    a.scale_gradients(0.0)
+    a.step()
+    give_gradients(theirs, 0, scale=0.0)
+    b.step()
+    run(ours, a, range(3))
+    run(theirs, b, range(3))
+    assert same(ours, theirs)
+
+
+# -- against itself -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("state_bits", "master_bits"), WIDTHS)
+def test_resumed_is_never_stopped(dtype: torch.dtype, state_bits: int, master_bits: int) -> None:
+    options = {"lr": 1e-2, "state_bits": state_bits, "master_bits": master_bits, "seed": 5}
+    straight = parameters(dtype)
+    whole = LowBitAdamW(straight, **options)
+    run(straight, whole, range(6))
+    stopped = parameters(dtype)
+    first = LowBitAdamW(stopped, threads=1, **options)
+    run(stopped, first, range(3))
+    file, weights = saved(first), [p.detach().clone() for p in stopped]
+    resumed = parameters(dtype, seed=9)
+    second = LowBitAdamW(resumed, threads=3, **options)  # made before the weights are loaded
+    second.load_state_dict(file)
+    with torch.no_grad():
+        for p, w in zip(resumed, weights, strict=True):
+            p.copy_(w)
+    run(resumed, second, range(3, 6))
+    assert same(straight, resumed)
+    assert states_equal(whole, second)
+
+
+@pytest.mark.parametrize("state_bits", [4, 8, 32])
+def test_parts_of_a_parameter_are_the_whole(state_bits: int) -> None:
+    n = 5 * 256 + 77
+    whole, parts = (_kernel_tensors(n, state_bits) for _ in range(2))
+    adam_step([whole])
+    grad = parts.grad
+    for start, stop in ((0, 512), (512, 1280), (1280, n)):
+        adam_step([_with_gradient(parts.part(start, stop), grad[start:stop])])
+    for name in ("weight", "m", "v", "m_scale", "v_scale", "extension"):
+        a, b = getattr(whole, name), getattr(parts, name)
+        assert a is b is None or torch.equal(a, b), name
+
+
+def _kernel_tensors(n: int, bits: int) -> AdamTensor:
+    gen = torch.Generator().manual_seed(1)
+    state = states.new_state(n, bits, 0)
+    return AdamTensor(
+        weight=torch.randn(n, generator=gen).bfloat16(),
+        grad=torch.randn(n, generator=gen).bfloat16(),
+        m=state["m"],
+        v=state["v"],
+        m_scale=state.get("m_scale"),
+        v_scale=state.get("v_scale"),
+        bits=bits,
+        constants=AdamConstants.of(bits, 1, 1e-2, 0.9, 0.999, 1e-8, 0.1),
+        key=codec.tensor_key(0, 1, 0),
+        extension=torch.zeros(n, dtype=torch.int8),
+    )
+
+
+def _with_gradient(tensor: AdamTensor, grad: Tensor) -> AdamTensor:
+    tensor.grad = grad
+    return tensor
+
+
+def test_batches_hold_every_value_once() -> None:
+    params = [torch.empty(n, device="meta", dtype=torch.bfloat16) for n in (5, 3 * PIECE + 7, 1000, PIECE)]
+    seen = {id(p): 0 for p in params}
+    for batch in cut(params):
+        assert batch.values <= PIECE
+        for piece in batch.pieces:
+            assert piece.start % 256 == 0
+            seen[id(piece.param)] += piece.stop - piece.start
+    assert list(seen.values()) == [p.numel() for p in params]
+
+
+def test_not_contiguous_parameter() -> None:
+    flat = nn.Parameter(torch.randn(70, 90))
+    turned = nn.Parameter(torch.empty(0))
+    turned.data = flat.detach().t().contiguous().t()
+    assert not turned.is_contiguous()
+    for p in (flat, turned):
+        run([p], LowBitAdamW([p], lr=1e-2), range(3))
+    assert torch.equal(flat, turned)
+
+
+def test_frozen_and_late_unfrozen() -> None:
+    params = parameters()
+    optimizer = LowBitAdamW(params[:2], lr=1e-2)
+    params[0].requires_grad_(False)
+    before = params[0].detach().clone()
+    give_gradients(params[1:], 0)
+    optimizer.step()
+    assert torch.equal(params[0], before)
+    assert not optimizer.state[params[0]]
+    params[0].requires_grad_(True)
+    optimizer.add_param_group({"params": [params[2]], "lr": 0.5, "state_bits": 8})
+    run(params[:3], optimizer, range(1))
+    assert [optimizer.state[p]["step"] for p in params[:3]] == [1, 2, 1]
+    assert optimizer.state[params[2]]["bits"] == 8
+    assert (params[2] - parameters()[2]).abs().max() > 0.3
+
+
+def test_tied_parameter_is_stepped_once() -> None:
+    embedding, head = nn.Embedding(80, 64), nn.Linear(64, 80, bias=False)
+    head.weight = embedding.weight
+    model = nn.ModuleList([embedding, head])
+    optimizer = LowBitAdamW(model.parameters(), state_bits=32)
+    head(embedding(torch.arange(80))).square().sum().backward()
+    optimizer.step()
+    assert len(optimizer.param_groups[0]["params"]) == 1
+    assert optimizer.state[embedding.weight]["step"] == 1
+
+
+def test_closure() -> None:
+    p = nn.Parameter(torch.ones(5))
+    optimizer = LowBitAdamW([p], lr=0.1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == 5.0
+    assert torch.all(p < 1)
+
+
+def test_deepcopy_and_pickle() -> None:
+    params = parameters(torch.bfloat16)
+    optimizer = LowBitAdamW(params, lr=1e-2)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    run(params, optimizer, range(2))
+    copies = copy.deepcopy((params, optimizer)), pickle.loads(pickle.dumps((params, optimizer)))
+    run(params, optimizer, range(2, 4))
+    for twins, twin in copies:
+        run(twins, twin, range(2, 4))
+        assert same(params, twins)
+
+
+# -- masters --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("master_bits", [24, 32])
+def test_master_keeps_small_updates(dtype: torch.dtype, master_bits: int) -> None:
+    p = nn.Parameter(torch.ones(4096, dtype=dtype))
+    optimizer = LowBitAdamW([p], lr=3e-5, weight_decay=0.0, master_bits=master_bits)
+    for _ in range(300):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert (p.float() - (1 - 300 * 3e-5)).abs().max() < 2**-7
+
+
+def test_16_bits_move_in_the_mean() -> None:
+    p = nn.Parameter(torch.ones(1 << 16, dtype=torch.bfloat16))
+    optimizer = LowBitAdamW([p], lr=1e-4, weight_decay=0.0, master_bits=16)
+    for _ in range(50):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert abs(p.float().mean().item() - (1 - 50 * 1e-4)) < 5e-5
+
+
+@pytest.mark.parametrize("master_bits", [24, 32])
+@pytest.mark.parametrize("swap", [False, True])
+def test_master_is_never_stale(master_bits: int, swap: bool) -> None:
+    p = nn.Parameter(torch.randn(5000).bfloat16())
+    optimizer = LowBitAdamW([p], lr=1e-3, master_bits=master_bits)
+    run([p], optimizer, range(3))
+    new = torch.randn(5000).bfloat16()
+    if swap:
+        p.data = new.clone()
+    else:
+        with torch.no_grad():
+            p.copy_(new)
+    p.grad = torch.zeros_like(p)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    assert torch.equal(p, new)
+    state = optimizer.state[p]
+    master = state["master"] if master_bits == 32 else codec.join_master(p.detach(), state["extension"])
+    assert torch.equal(master, new.float())
+
+
+def test_zeroed_weight_stays_zero() -> None:
+    p = nn.Parameter(torch.full((4096,), 1.0, dtype=torch.bfloat16))
+    optimizer = LowBitAdamW([p], lr=1e-3, weight_decay=0.0)
+    run([p], optimizer, range(3))
+    p.data.zero_()  # behind the version counter
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert torch.equal(p, torch.zeros_like(p))
+
+
+# -- what is saved --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("state_bits", "bytes_a_value"), [(4, 1.0625), (8, 2.03125), (32, 8.0)])
+def test_bytes(state_bits: int, bytes_a_value: float) -> None:
+    p = nn.Parameter(torch.randn(256, 1024).bfloat16())
+    optimizer = LowBitAdamW([p], state_bits=state_bits)
+    run([p], optimizer, range(1))
+    n = p.numel()
+    assert optimizer.nbytes() == {"parameters": n, "states": int(bytes_a_value * n), "master": n}
+    tensors = [x for x in optimizer.state_dict()["state"][0].values() if isinstance(x, Tensor)]
+    assert sum(x.nbytes for x in tensors) == int((bytes_a_value + 1) * n)
+    assert all(x.device.type == "cpu" and x.is_contiguous() for x in tensors)
+
+
+def test_only_small_parameters_keep_fp32() -> None:
+    sizes = [4095, 4096, 4097, 128 * 33 + 1, 100_003]
+    params = [nn.Parameter(torch.randn(n)) for n in sizes]
+    optimizer = LowBitAdamW(params)
+    run(params, optimizer, range(1))
+    assert [optimizer.state[p]["bits"] for p in params] == [32, 4, 4, 4, 4]
+
+
+def test_loaded_memory_is_not_shared() -> None:
+    params, twins = parameters(), parameters()
+    a, b = LowBitAdamW(params), LowBitAdamW(twins)
+    run(params, a, range(2))
+    run(twins, b, range(2))
+    b.load_state_dict(a.state_dict())
+    run(params, a, range(2, 4))
+    run(twins, b, range(2, 4))
+    assert same(params, twins)
+
+
+@pytest.mark.parametrize(("narrow", "wide"), [(4, 8), (4, 32), (8, 32)])
+def test_states_widen(narrow: int, wide: int) -> None:
+    params = parameters(torch.bfloat16)
+    first = LowBitAdamW(params, lr=1e-2, state_bits=narrow)
+    run(params, first, range(4))
+    second = LowBitAdamW(params, lr=1e-2, state_bits=wide)
+    second.load_state_dict(saved(first))
+    for p in params:
+        if first.state[p]:
+            for a, b in zip(
+                states.moments(first.state[p], p.numel()), states.moments(second.state[p], p.numel()), strict=True
+            ):
+                scale = a.abs().max()
+                torch.testing.assert_close(a / scale, b / scale, rtol=0.065 if wide == 8 else 0, atol=0.005 if wide == 8 else 0)
+            assert second.state[p]["bits"] == (32 if p.numel() < 4096 else wide)
+    run(params, second, range(4, 6))
+
+
+def test_torch_adamw_state_loads_at_32_bits() -> None:
+    ours, theirs = parameters(), parameters()
+    reference = torch.optim.AdamW(theirs, lr=1e-2)
+    run(theirs, reference, range(3))
+    optimizer = LowBitAdamW(ours, lr=1e-2, state_bits=32)
+    optimizer.load_state_dict(saved(reference))
+    with torch.no_grad():
+        for p, q in zip(ours, theirs, strict=True):
+            p.copy_(q)
+    run(ours, optimizer, range(3, 6))
+    run(theirs, reference, range(3, 6))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-6)
+
+
+def test_24_bit_master_grows_to_32() -> None:
+    params = parameters(torch.bfloat16)
+    first = LowBitAdamW(params, lr=1e-2)
+    run(params, first, range(3))
+    expected = codec.join_master(params[0].detach().flatten(), first.state[params[0]]["extension"])
+    second = LowBitAdamW(params, lr=0.0, weight_decay=0.0, master_bits=32)
+    second.load_state_dict(saved(first))
+    second.param_groups[0]["lr"] = 0.0
+    run(params, second, range(1))
+    assert torch.equal(second.state[params[0]]["master"], expected)
+
+
+@pytest.mark.parametrize(
+    ("written", "read", "says"),
+    [
+        ({"state_bits": 8}, {"state_bits": 4}, "state_bits=8"),
+        ({"state_bits": 32}, {"state_bits": 8}, "state_bits=32"),
+        ({"master_bits": 32}, {"master_bits": 24}, "master_bits=32"),
+        ({"master_bits": 24}, {"master_bits": 16}, "master_bits=24"),
+    ],
+)
+def test_narrowing_is_refused(written: dict, read: dict, says: str) -> None:
+    params = parameters(torch.bfloat16)
+    first = LowBitAdamW(params, **written)
+    run(params, first, range(2))
+    second = LowBitAdamW(params, **read)
+    run(params, second, range(1))
+    before = saved(second)
+    with pytest.raises(ValueError, match=says):
+        second.load_state_dict(saved(first))
+    after = saved(second)
+    assert str(before) == str(after)
+
+
+def test_damaged_states_are_refused() -> None:
+    params = parameters(torch.bfloat16)
+    first = LowBitAdamW(params)
+    run(params, first, range(2))
+
+    def damaged(change) -> dict:
+        file = saved(first)
+        change(file["state"][0])
+        return file
+
+    def cut_short(state: dict) -> None:
+        state["m"] = state["m"][:-1]
+
+    for change, says in (
+        (cut_short, "parameter 0.*m is torch.uint8"),
+        (lambda s: s.pop("v"), "lacks v"),
+        (lambda s: s.update(v_scale=s["v_scale"].double()), "v_scale"),
+        (lambda s: s.update(bits=5), "says 5 bits"),
+        (lambda s: s.pop("m_scale"), "m_scale is None"),
+    ):
+        second = LowBitAdamW(params)
+        with pytest.raises(ValueError, match=says):
+            second.load_state_dict(damaged(change))
+        assert not second.state
+    with pytest.raises(ValueError, match="groups"):
+        LowBitAdamW(params[:2]).load_state_dict(saved(first))
+
+
+# -- gradients that are not finite ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_checked_step_is_skipped_whole(bad: float) -> None:
+    params = parameters(torch.bfloat16)
+    optimizer = LowBitAdamW(params, check_finite=True, max_skipped_steps=3)
+    run(params, optimizer, range(2))
+    before, kept = [p.detach().clone() for p in params], saved(optimizer)
+    for number in (1, 2):
+        give_gradients(params, 7)
+        params[1].grad[17] = bad
+        optimizer.step()
+        assert (optimizer.skipped_steps, optimizer.skipped_in_a_row) == (number, number)
+    assert same(params, before)
+    assert str(kept) == str(saved(optimizer))
+    run(params, optimizer, range(2, 3))
+    assert optimizer.skipped_in_a_row == 0
+    give_gradients(params, 7)
+    params[1].grad[17] = bad
+    optimizer.step()
+    optimizer.step()
+    with pytest.raises(FloatingPointError, match="3 steps in a row"):
+        optimizer.step()
+
+
+def test_caller_says_not_finite() -> None:
+    params = parameters()
+    optimizer = LowBitAdamW(params)
+    give_gradients(params, 0)
+    optimizer.scale_gradients(1.0, finite=False)
+    optimizer.step()
+    assert same(params, parameters())
+    assert optimizer.skipped_steps == 1
+
+
+@pytest.mark.parametrize("state_bits", [4, 8, 32])
+def test_unchecked_step_keeps_bad_blocks(state_bits: int) -> None:
+    p = nn.Parameter(torch.randn(4096).bfloat16())
+    optimizer = LowBitAdamW([p], state_bits=state_bits)
+    run([p], optimizer, range(1))
+    before = p.detach().clone()
+    give_gradients([p], 5)
+    p.grad[1000] = float("nan")
+    optimizer.step()
+    block = {4: slice(896, 1024)}.get(state_bits, slice(768, 1024))
+    assert torch.equal(p[block], before[block])
+    assert p.isfinite().all()
+    assert not torch.equal(p[:256], before[:256])
+    assert optimizer.skipped_blocks == 1
+
+
+# -- bad input ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"lr": -1.0}, "lr is -1.0"),
+        ({"lr": float("nan")}, "lr is nan"),
+        ({"betas": (1.0, 0.9)}, "betas"),
+        ({"eps": 0.0}, "eps is 0.0"),
+        ({"weight_decay": -0.1}, "weight_decay"),
+        ({"state_bits": 3}, "state_bits is 3"),
+        ({"master_bits": 8}, "master_bits is 8"),
+        ({"threads": 0}, "threads is 0"),
+        ({"maximize": True}, "maximize"),
+        ({"staging_bytes": 0}, "staging_bytes"),
+    ],
+)
+def test_bad_options(options: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        LowBitAdamW(parameters(), **options)
+
+
+def test_bad_dtypes() -> None:
+    for dtype in (torch.float64, torch.complex64):
+        with pytest.raises(TypeError, match=str(dtype)):
+            LowBitAdamW([("layer.weight", nn.Parameter(torch.zeros(3, dtype=dtype)))])
+
+
+def test_sparse_gradient_is_refused_by_name() -> None:
+    embedding = nn.Embedding(10, 4, sparse=True)
+    other = nn.Parameter(torch.ones(3))
+    optimizer = LowBitAdamW([("other", other), ("embedding.weight", embedding.weight)])
+    (embedding(torch.tensor([1])).sum() + other.sum()).backward()
+    with pytest.raises(TypeError, match=r"embedding\.weight.*sparse"):
+        optimizer.step()
+    assert torch.equal(other, torch.ones(3))
+
+
+def test_param_bits_rule() -> None:
+    model = nn.ModuleDict(
+        {
+            "embed": nn.Embedding(100, 64),
+            "linear": nn.Linear(64, 8192),
+            "norm": nn.LayerNorm(8192),
+        }
+    )
+    bits = param_bits(model, 4)
+    found = {name: bits[p] for name, p in model.named_parameters()}
+    assert found == {"embed.weight": 8, "linear.weight": 4, "linear.bias": 32, "norm.weight": 32, "norm.bias": 32}
+    assert set(param_bits(model, 32).values()) == {32}
