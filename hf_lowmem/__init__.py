@@ -1,1 +1,52 @@
-"""Full fine-tuning of large language models on one consumer GPU, behind the Hugging Face Trainer's own flags."""
+"""Full fine-tuning of large language models on one consumer GPU, behind the Hugging Face Trainer's own flags.
+
+Importing this package touches no GPU and imports neither torch nor transformers. It sees to it that transformers knows
+``optim="cpu_adam4bit"``, ``"cpu_adam8bit"`` and ``"cpu_adam32bit"`` (``register.py`` says how; the environment variable
+``HF_LOWMEM_REGISTER=0`` leaves transformers alone).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import TYPE_CHECKING, Any
+
+from .register import register
+
+if TYPE_CHECKING:
+    from .config import LowMemConfig as LowMemConfig
+    from .optim import LowBitAdamW as LowBitAdamW
+    from .trainer import LowMemMixin as LowMemMixin
+    from .trainer import LowMemTrainer as LowMemTrainer
+    from .trainer import create_optimizer as create_optimizer
+
+__version__ = "0.1.0"
+_HOMES = {
+    "LowBitAdamW": "optim",
+    "LowMemConfig": "config",
+    "LowMemMixin": "trainer",
+    "LowMemTrainer": "trainer",
+    "create_optimizer": "trainer",
+}
+__all__ = [  # noqa: PLE0604 - the names of _HOMES exist, by __getattr__
+    "__version__",
+    "register",
+    *_HOMES,
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'hf_lowmem' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{home}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if os.environ.get("HF_LOWMEM_REGISTER", "1") != "0":
+    register()

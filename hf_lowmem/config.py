@@ -1,0 +1,259 @@
+"""``LowMemConfig``: every setting of this library, where it may come from, and what is refused.
+
+A setting comes from one of four places, all with the same names and the same checks: the dataclass, a command line or a
+YAML or JSON file through ``transformers.HfArgumentParser``, a plain dict, or the stock ``optim_args`` string of
+``TrainingArguments`` (``"threads=8,seed=1"``). Needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+OPTIM_BITS = {"cpu_adam4bit": 4, "cpu_adam8bit": 8, "cpu_adam32bit": 32}  # optim name -> state_bits
+DEFAULT_OPTIM = "cpu_adam4bit"
+STOCK_FLAGS = {  # what people write into optim_args, and the flag of TrainingArguments that holds it
+    "lr": "learning_rate",
+    "learning_rate": "learning_rate",
+    "betas": "adam_beta1 and adam_beta2",
+    "beta1": "adam_beta1",
+    "beta2": "adam_beta2",
+    "adam_beta1": "adam_beta1",
+    "adam_beta2": "adam_beta2",
+    "eps": "adam_epsilon",
+    "epsilon": "adam_epsilon",
+    "adam_epsilon": "adam_epsilon",
+    "weight_decay": "weight_decay",
+}
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+def parse_bytes(size: str | int, name: str = "size") -> int:
+    """Bytes of an amount of memory: ``"24GB"`` is 24e9, ``"24GiB"`` 24 * 2**30, ``"1.5GB"`` 1.5e9, ``512`` 512.
+
+    Args:
+        size: a number of bytes, or a number with a unit (B, kB, MB, GB, TB, KiB, MiB, GiB, TiB; case does not matter).
+        name: the setting's name, for the message.
+
+    Raises:
+        ValueError: ``size`` is none of these, or not more than 0.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", str(size))
+    unit = _UNITS.get(match.group(2).upper()) if match else None
+    if isinstance(size, bool) or match is None or unit is None:
+        raise ValueError(
+            f'{name}={size!r} is not an amount of memory: write a number and a unit, such as "512MB" (512e6 bytes) or '
+            '"24GiB" (24 * 2**30 bytes)'
+        )
+    nbytes = int(float(match.group(1)) * unit)
+    if nbytes <= 0:
+        raise ValueError(f'{name}={size!r} is no memory at all: write at least "1MB"')
+    return nbytes
+
+
+@dataclass
+class LowMemConfig:
+    """Settings of the optimizer whose states live in host memory in few bits.
+
+    Args:
+        state_bits: bits of each of AdamW's two moments, 4, 8 or 32 (32: plain AdamW). Norms, biases and small tensors
+            keep 32, embeddings and the output head at least 8. The optim names say the same: ``cpu_adam8bit`` is 8.
+        master_bits: bits of the weight that the update is added to, for weights in bf16 or fp16. 24: one more byte a
+            parameter holds what 16 bits round away. 16: none, stochastic rounding instead. 32: a fp32 copy of
+            the weight, two more bytes than 24. fp32 weights are their own master.
+        threads: worker threads of the update. None: the physical cores less one; OMP_NUM_THREADS plays no part.
+        seed: of the random rounding. Equal seeds give equal bits, whatever the machine and the number of threads.
+        staging_memory: host memory through which gradients and weights of a GPU pass, such as ``"512MB"`` or
+            ``"1GiB"``; a number is bytes. Unused where the parameters rest in host memory.
+        max_skipped_steps: this many steps in a row with a NaN or infinite gradient, each of them skipped and
+            counted, end the training.
+
+    Raises:
+        ValueError: a value is not one of these; the message says what to write.
+
+    On one command line with ``TrainingArguments`` write ``--optim_args "seed=1"``: both classes have a ``--seed``, and
+    argparse refuses two options of one name.
+    """
+
+    state_bits: int = field(default=4, metadata={"help": "Bits of each AdamW moment: 4, 8 or 32."})
+    master_bits: int = field(default=24, metadata={"help": "Bits of the master of a 16-bit weight: 16, 24 or 32."})
+    threads: int | None = field(
+        default=None, metadata={"help": "Threads of the update; default: physical cores less one."}
+    )
+    seed: int = field(default=0, metadata={"help": "Seed of the random rounding."})
+    staging_memory: str = field(default="512MB", metadata={"help": "Host memory for transfers, such as 512MB or 1GiB."})
+    max_skipped_steps: int = field(default=10, metadata={"help": "Skipped steps in a row that end the training."})
+
+    def __post_init__(self) -> None:
+        self._check_choice("state_bits", (4, 8, 32), "4 bits are cpu_adam4bit's, 32 are plain AdamW")
+        self._check_choice("master_bits", (16, 24, 32), "24 is the default, 16 has no master")
+        if self.threads is not None:
+            self._check_integer("threads", 1, None, "leave it out for the physical cores less one")
+        self._check_integer("seed", 0, 2**63 - 1, "0 is the default")
+        self._check_integer("max_skipped_steps", 1, None, "1 ends the training at the first skipped step")
+        parse_bytes(self.staging_memory, "staging_memory")
+
+    def _check_choice(self, name: str, choices: tuple[int, ...], hint: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or value not in choices:
+            wanted = ", ".join(map(str, choices[:-1])) + f" or {choices[-1]}"
+            raise ValueError(f"{name}={value!r} is not a width that exists: write {name}={wanted} ({hint})")
+
+    def _check_integer(self, name: str, low: int, high: int | None, hint: str) -> None:
+        value = getattr(self, name)
+        bad_type = isinstance(value, bool) or not isinstance(value, int)
+        if bad_type or value < low or (high is not None and value > high):
+            span = f"of {low} or more" if high is None else f"from {low} to {high}"
+            raise ValueError(f"{name}={value!r} is not a whole number {span}: write one ({hint})")
+
+    @property
+    def staging_bytes(self) -> int:
+        """``staging_memory`` in bytes."""
+        return parse_bytes(self.staging_memory, "staging_memory")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings, for JSON or YAML; ``from_dict`` reads them back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> LowMemConfig:
+        """Raises: ValueError for a key that is not a field, or a value that is refused."""
+        for key in settings:
+            if key not in _fields():
+                raise ValueError(f"{key!r} is not a field of LowMemConfig{_meant(key)}: the fields are {_listed()}")
+        return cls(**settings)
+
+    @classmethod
+    def from_optim_args(cls, name: str, optim_args: str | Mapping[str, Any] | None = None) -> LowMemConfig:
+        """The settings that ``TrainingArguments(optim=name, optim_args=...)`` ask for.
+
+        Args:
+            name: ``"cpu_adam4bit"``, ``"cpu_adam8bit"`` or ``"cpu_adam32bit"``.
+            optim_args: ``"key=value,key=value"``, or the same as a mapping; keys are the fields of this class.
+
+        Raises:
+            ValueError: another name, text that is not key=value, a key that is not a field, a bad value, or a
+                ``state_bits`` other than the name's.
+        """
+        return cls(**parse_optim_args(name, optim_args))
+
+
+def parse_optim_args(name: str, optim_args: str | Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The fields that ``optim`` and ``optim_args`` set, each with its own type; ``state_bits`` is always one of them.
+
+    Raises: as ``LowMemConfig.from_optim_args``, but for the values, which ``LowMemConfig`` checks.
+    """
+    name = str(getattr(name, "value", name))
+    if name not in OPTIM_BITS:
+        raise ValueError(f"optim={name!r} is not a name of ours: write one of {', '.join(map(repr, OPTIM_BITS))}")
+    pairs = _pairs(optim_args) if isinstance(optim_args, str) else dict(optim_args or {})
+    settings = {key: _value(key, value) for key, value in pairs.items()}
+    bits = OPTIM_BITS[name]
+    asked = settings.setdefault("state_bits", bits)
+    if asked != bits:
+        raise ValueError(
+            f'optim="{name}" has {bits}-bit states, but optim_args says state_bits={asked}: {_instead(asked)}'
+        )
+    return settings
+
+
+def merge(lowmem: LowMemConfig | Mapping[str, Any] | None, optim: str | None, optim_args: str | None) -> LowMemConfig:
+    """One config from a ``lowmem=`` argument and from ``optim`` and ``optim_args``.
+
+    A field that only one of them sets is taken from it. A ``LowMemConfig`` sets the fields that differ from their
+    defaults; a dict sets its keys.
+
+    Args:
+        optim: a name of ours, or None where ``TrainingArguments.optim`` was left at its default.
+
+    Raises:
+        ValueError: they set one field to two values, or one of them is refused alone.
+    """
+    if lowmem is None:
+        given: dict[str, Any] = {}
+    elif isinstance(lowmem, LowMemConfig):
+        default = LowMemConfig().to_dict()
+        given = {key: value for key, value in lowmem.to_dict().items() if value != default[key]}
+    else:
+        LowMemConfig.from_dict(lowmem)
+        given = dict(lowmem)
+    stock = parse_optim_args(optim or _name_of_bits(given.get("state_bits", 4)), optim_args)
+    for key, value in given.items():
+        if stock.get(key, value) == value:
+            continue
+        if key == "state_bits":
+            raise ValueError(
+                f'optim="{optim}" has {stock[key]}-bit states, but lowmem says state_bits={value}: {_instead(value)}'
+            )
+        raise ValueError(
+            f"optim_args says {key}={stock[key]!r}, but lowmem says {key}={value!r}: write {key} in one of the two"
+        )
+    return LowMemConfig(**{**given, **stock})
+
+
+def _pairs(text: str) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not (key and equals and value):
+            raise ValueError(f'optim_args has {part!r}, which is not key=value: write it as "threads=8,seed=1"')
+        if key in pairs:
+            raise ValueError(f"optim_args sets {key} twice, to {pairs[key]} and to {value}: write it once")
+        pairs[key] = value
+    return pairs
+
+
+def _value(key: str, value: Any) -> Any:
+    """A value of ``optim_args``, where everything is text, as the field's own type."""
+    if key in STOCK_FLAGS:
+        flag = STOCK_FLAGS[key]
+        raise ValueError(f"optim_args sets {key}, which is a flag of TrainingArguments: write {flag} there instead")
+    if key not in _fields():
+        raise ValueError(f"optim_args has the unknown key {key!r}{_meant(key)}: the keys are {_listed()}")
+    if not isinstance(value, str) or key == "staging_memory":
+        return value
+    if key == "threads" and value.lower() == "none":
+        return None
+    try:
+        return int(value)
+    except ValueError:
+        return value  # LowMemConfig refuses it with the message that fits the field
+
+
+def _fields() -> list[str]:
+    return sorted(f.name for f in dataclasses.fields(LowMemConfig))
+
+
+def _listed() -> str:
+    return ", ".join(_fields())
+
+
+def _meant(key: str) -> str:
+    close = difflib.get_close_matches(key, _fields(), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _name_of_bits(bits: int) -> str:
+    return next((name for name, width in OPTIM_BITS.items() if width == bits), DEFAULT_OPTIM)
+
+
+def _instead(bits: Any) -> str:
+    name = next((name for name, width in OPTIM_BITS.items() if width == bits), None)
+    if name is None:
+        return f"write one of {', '.join(map(repr, OPTIM_BITS))} and leave state_bits out"
+    return f'write optim="{name}" and leave state_bits out'
