@@ -1,0 +1,241 @@
+"""Parameters on a GPU: the same bits as on the CPU, whatever the order in which gradients come down.
+
+All but the last tests need a GPU; docs/compatibility.md says where they ran.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from hf_lowmem import staging
+from hf_lowmem.memory import PinnedArena
+from hf_lowmem.optim import LowBitAdamW
+
+gpu = pytest.mark.gpu
+SHAPES = [(300, 700), (40_000,), (5,), (), (64, 4096), (129, 257)]
+RECIPES = [(4, 24), (4, 16), (4, 32), (8, 24), (32, 24)]
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many batches and only two slots, so that every path of the ring is walked."""
+    monkeypatch.setattr(staging, "PIECE", 2**16)
+
+
+def pair(dtype: torch.dtype) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    gen = torch.Generator().manual_seed(0)
+    host = [nn.Parameter(torch.randn(shape, generator=gen).to(dtype)) for shape in SHAPES]
+    return host, [nn.Parameter(p.detach().cuda()) for p in host]
+
+
+def give_gradients(host: list[nn.Parameter], device: list[nn.Parameter], seed: int) -> None:
+    gen = torch.Generator().manual_seed(seed)
+    for p, q in zip(host, device, strict=True):
+        p.grad = torch.randn(p.shape, generator=gen).to(p.dtype)
+        q.grad = p.grad.cuda()
+
+
+def assert_same(host: list[nn.Parameter], device: list[nn.Parameter]) -> None:
+    for p, q in zip(host, device, strict=True):
+        assert torch.equal(p, q.cpu()), tuple(p.shape)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("state_bits", "master_bits"), RECIPES)
+def test_gpu_equals_cpu(small_pieces: None, dtype: torch.dtype, state_bits: int, master_bits: int) -> None:
+    host, device = pair(dtype)
+    options = {"lr": 1e-2, "state_bits": state_bits, "master_bits": master_bits, "staging_bytes": 1}
+    a, b = LowBitAdamW(host, **options), LowBitAdamW(device, **options)
+    for step in range(6):
+        give_gradients(host, device, step)
+        a.step()
+        b.step()
+    assert_same(host, device)
+    for p, q in zip(host, device, strict=True):
+        for key, value in a.state[p].items():
+            assert torch.equal(value, b.state[q][key]) if isinstance(value, torch.Tensor) else value == b.state[q][key]
+
+
+class Stack(nn.Module):
+    def __init__(self, width: int = 512, depth: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def twin_stacks() -> tuple[Stack, Stack]:
+    torch.manual_seed(0)
+    one, two = Stack().cuda().bfloat16(), Stack().cuda().bfloat16()
+    two.load_state_dict(one.state_dict())
+    return one, two
+
+
+def backward(model: Stack, step: int, micro_batches: int = 1) -> None:
+    gen = torch.Generator("cuda").manual_seed(step)
+    for _ in range(micro_batches):
+        model(
+            torch.randn(64, 512, device="cuda", dtype=torch.bfloat16, generator=gen)
+        ).float().square().mean().backward()
+
+
+@gpu
+@pytest.mark.parametrize("staging_bytes", [1, 2**20, 2**30])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("clip", ["no", "in place", "by scale"])
+def test_gradients_that_came_down_early(small_pieces: None, staging_bytes: int, micro_batches: int, clip: str) -> None:
+    """Against the same optimizer fed from host copies: what was copied during backward must be what the step uses."""
+    model, twin = twin_stacks()
+    optimizer = LowBitAdamW(model.parameters(), lr=1e-3, staging_bytes=staging_bytes)
+    mirror = [nn.Parameter(p.detach().cpu()) for p in twin.parameters()]
+    reference = LowBitAdamW(mirror, lr=1e-3)
+    for step in range(6):
+        for m, o in ((model, optimizer), (twin, None)):
+            m.zero_grad()
+            backward(m, step, micro_batches)
+            if clip == "in place":
+                nn.utils.clip_grad_norm_(m.parameters(), 1e-3)
+            if o is not None:
+                if clip == "by scale":
+                    o.scale_gradients(0.25)
+                o.step()
+        for p, q in zip(mirror, twin.parameters(), strict=True):
+            p.grad = q.grad.cpu()
+        if clip == "by scale":
+            reference.scale_gradients(0.25)
+        reference.step()
+        with torch.no_grad():
+            for p, q in zip(mirror, twin.parameters(), strict=True):
+                q.copy_(p)
+        assert_same(mirror, list(model.parameters()))
+
+
+@gpu
+def test_early_copies_are_given_up_where_they_are_wasted(small_pieces: None) -> None:
+    model, _ = twin_stacks()
+    optimizer = LowBitAdamW(model.parameters(), lr=1e-3)
+    for step in range(5):
+        model.zero_grad()
+        backward(model, step)
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+    ((_, ring),) = optimizer._stagings.values()
+    backward(model, 9)
+    assert not ring._came_down
+
+
+@gpu
+def test_gpu_holds_no_states(small_pieces: None) -> None:
+    p = nn.Parameter(torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16))
+    p.grad = torch.randn_like(p)
+    optimizer = LowBitAdamW([p], staging_bytes=2**20)
+    optimizer.step()
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    optimizer.step()
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() == before
+
+
+@gpu
+def test_resume_on_gpu(small_pieces: None) -> None:
+    model, twin = twin_stacks()
+    straight = LowBitAdamW(model.parameters(), lr=1e-3)
+    first = LowBitAdamW(twin.parameters(), lr=1e-3)
+    for step in range(3):
+        for m, o in ((model, straight), (twin, first)):
+            m.zero_grad()
+            backward(m, step)
+            o.step()
+    second = LowBitAdamW(twin.parameters(), lr=1e-3)
+    second.load_state_dict(first.state_dict())
+    for step in range(3, 6):
+        for m, o in ((model, straight), (twin, second)):
+            m.zero_grad()
+            backward(m, step)
+            o.step()
+    assert_same([nn.Parameter(p.detach().cpu()) for p in model.parameters()], list(twin.parameters()))
+
+
+@gpu
+@pytest.mark.parametrize("master_bits", [24, 32])
+def test_weight_written_on_the_gpu_is_taken_anew(small_pieces: None, master_bits: int) -> None:
+    p = nn.Parameter(torch.randn(70_000, device="cuda").bfloat16())
+    optimizer = LowBitAdamW([p], lr=0.0, weight_decay=0.0, master_bits=master_bits)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    new = torch.randn_like(p)
+    with torch.no_grad():
+        p.copy_(new)
+    optimizer.step()
+    assert torch.equal(p, new)
+
+
+@gpu
+def test_skipped_step_on_gpu(small_pieces: None) -> None:
+    model, _ = twin_stacks()
+    optimizer = LowBitAdamW(model.parameters(), lr=1e-3, check_finite=True)
+    for step in range(2):
+        model.zero_grad()
+        backward(model, step)
+        optimizer.step()
+    before = [p.detach().clone() for p in model.parameters()]
+    backward(model, 3)
+    next(iter(model.parameters())).grad[0, 0] = float("nan")
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    model.zero_grad()
+    backward(model, 4)
+    optimizer.step()
+    assert not torch.equal(next(iter(model.parameters())), before[0])
+
+
+@gpu
+def test_host_and_gpu_parameters_together(small_pieces: None) -> None:
+    host, device = pair(torch.bfloat16)
+    mixed = [device[0], *host[1:3], *device[3:]]
+    reference = [nn.Parameter(p.detach().cpu().clone()) for p in mixed]
+    a, b = LowBitAdamW(mixed, lr=1e-2), LowBitAdamW(reference, lr=1e-2)
+    for step in range(4):
+        gen = torch.Generator().manual_seed(step)
+        for p, q in zip(reference, mixed, strict=True):
+            p.grad = torch.randn(p.shape, generator=gen).to(p.dtype)
+            q.grad = p.grad.to(q.device)
+        a.step()
+        b.step()
+    assert_same(reference, mixed)
+
+
+@gpu
+def test_arena_is_pinned_at_its_exact_size() -> None:
+    sizes = [1000, 3 * 2**20 + 7, 0, 64]
+    arena = PinnedArena(sizes)
+    assert arena.pinned
+    assert [len(part) for part in arena.parts] == sizes
+    assert all(part.is_pinned() for part in arena.parts if len(part))
+    assert all(part.data_ptr() % 256 == 0 for part in arena.parts)
+    assert arena.nbytes < sum(sizes) + 256 * len(sizes)
+
+
+def test_refused_pinning_goes_on_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver:
+        @staticmethod
+        def cudaHostRegister(address: int, nbytes: int, flags: int) -> int:
+            return 2
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Driver)
+    with pytest.warns(RuntimeWarning, match=r"refused to pin 0\.00 GiB.*CUDA error 2"):
+        arena = PinnedArena([100])
+    assert not arena.pinned
+    arena.parts[0].fill_(1)
