@@ -22,7 +22,7 @@ extern "C" {
 
 enum hlm_dtype { HLM_F32 = 0, HLM_BF16 = 1, HLM_F16 = 2, HLM_NONE = 255 };
 
-// In order of priority: the last supported one is the default.
+// In order of priority: the last supported one is the best.
 enum hlm_isa { HLM_BASE = 0, HLM_AVX2 = 1, HLM_AVX512 = 2, HLM_NEON = 3, HLM_ISA_COUNT = 4 };
 
 // One tensor of an AdamW step; kernels/adam.py says what each buffer holds. No alignment is asked for.
@@ -36,6 +36,7 @@ typedef struct hlm_adam_tensor {
   float *m_scale;      // one a block, or NULL where bits == 32
   float *v_scale;
   int64_t n;
+  int64_t start;       // number of the first value within the whole parameter, a multiple of HLM_UNIT
   uint64_t key;        // of the random bits
   float c_m, b_m, c_h, b_v, root_correction, eps, step_size, decay;
   uint32_t grad_limit; // magnitude bits in grad_dtype

@@ -161,7 +161,7 @@ def _chunk_step(t: AdamTensor, start: int, n: int) -> int:
     words = noise.weight_words(block // codec.HALF) if stochastic else None
 
     m, v = _moments(t, part, blocks, codec.as_blocks(grad.float(), block))
-    root = v.sqrt()
+    root = v.double().sqrt().float()  # torch's fp32 sqrt may be off by one in the last place, its fp64 one does no harm
     k = t.constants
     old = _read_weight(t, part)
     ratio = m / codec.fma(_f32(k.root_correction), root, _like(root, k.eps))

@@ -1,0 +1,299 @@
+// The AdamW step of whole blocks, written once over a group of vectors G that each instruction set provides.
+//
+// G treats G::kGroup values at a time: one register of bytes (B), two of 16-bit words (W2), four of floats (F4). How
+// the values lie in these registers is G's affair; the functions that load, store, unpack and pack agree about it.
+//
+// A block is encoded only when its largest magnitudes are known, so it takes two passes: the update, which the divider
+// bounds, and the encoding, which it does not. The encoding of a block is interleaved with the update of the next one.
+#pragma once
+
+#include <utility>
+
+#include "common.h"
+
+namespace {
+
+enum class Weight { kF32, kBf16Extended, kBf16Stochastic };
+enum class Grad { kF32, kBf16 };
+
+// Where one block's values are.
+struct BlockData {
+  void* weight;
+  int8_t* extension;
+  const void* grad;
+  uint8_t *m, *v;  // codes, or floats with 32-bit states
+  float *m_scale, *v_scale;
+};
+
+template <class G, Weight kWeight, Grad kGrad, int kBits>
+class AdamBlocks {
+  using F = typename G::F;
+  using F4 = typename G::F4;
+  using W2 = typename G::W2;
+  using B = typename G::B;
+  using Lanes = typename G::Lanes;
+  using Draw = typename G::Draw;
+  using Fmt = Format<kBits>;
+  using Subs = std::make_integer_sequence<int, kHalf / G::kGroup>;
+  static constexpr int kBlock = Fmt::kBlock;
+  static constexpr bool kCoded = kBits != 32;
+  // With nothing but floats about, any order of the values will do, and the fastest one is taken.
+  static constexpr bool kPlain = !kCoded && kWeight == Weight::kF32 && kGrad == Grad::kF32;
+
+ public:
+  HLM_INLINE explicit AdamBlocks(const hlm_adam_tensor& t)
+      : c_m_(G::set1(t.c_m)),
+        c_h_(G::set1(t.c_h)),
+        root_correction_(G::set1(t.root_correction)),
+        eps_(G::set1(t.eps)),
+        step_size_(G::set1(t.step_size)),
+        decay_(G::set1(t.decay)),
+        b_m_(t.b_m),
+        b_v_(t.b_v) {
+    if (kCoded) {  // the first update encodes a block that nobody reads, and so needs no code of its own
+      memset(m_[1], 0, sizeof m_[1]);
+      memset(root_[1], 0, sizeof root_[1]);
+      pending_ = {dummy_, dummy_, G::set1(0.0f), G::set1(0.0f), G::seed(0, 0)};
+    }
+  }
+
+  // Updates a block and encodes the one before. `lanes` are the block's random bits, at the first one that is wanted.
+  HLM_INLINE void step(const BlockData& data, Lanes lanes) {
+    data_ = data;
+    lanes_ = lanes;
+    max_m_ = max_root_ = G::set1(0.0f);
+    if (kCoded) {
+      const float root_unit = *data.v_scale * b_v_;
+      m_unit_ = G::set1(*data.m_scale * b_m_);
+      v_unit_ = G::set1(root_unit * root_unit);
+    } else {
+      m_unit_ = G::set1(b_m_);
+      v_unit_ = G::set1(b_v_);
+    }
+    every_half<true>();
+    if (kCoded) close();
+  }
+
+  // Encodes the last block.
+  HLM_INLINE void flush() {
+    if (kCoded) {
+      every_half<false>();
+      pending_.m = pending_.v = dummy_;
+    }
+  }
+
+ private:
+  // A block that is updated and not yet encoded.
+  struct Pending {
+    uint8_t *m, *v;
+    F m_inverse, root_inverse;
+    Lanes lanes;
+  };
+
+  template <bool kUpdate>
+  HLM_INLINE void every_half() {
+    if (kBits == 4) {
+      one_half<kUpdate, 0>(0, Subs());
+      one_half<kUpdate, 1>(kHalf, Subs());
+    } else {
+      for (int at = 0; at < kBlock; at += kHalf) one_half<kUpdate, 0>(at, Subs());
+    }
+  }
+
+  // kNibble: which nibble of a byte holds this half's codes.
+  template <bool kUpdate, int kNibble, int... kSub>
+  HLM_INLINE void one_half(int at, std::integer_sequence<int, kSub...>) {
+    if (kCoded) {
+      m_draw_ = G::draw(pending_.lanes);
+      v_draw_ = G::draw(pending_.lanes);
+    }
+    (group<kUpdate, kNibble, kSub>(at + kSub * G::kGroup), ...);
+  }
+
+  template <bool kUpdate, int kNibble, int kSub>
+  HLM_INLINE void group(int at) {
+    if constexpr (kCoded) encode<kNibble, kSub>(at);
+    if constexpr (kUpdate) update<kNibble, kSub>(at);
+  }
+
+  template <int kNibble, int kSub>
+  HLM_INLINE void update(int at) {
+    const F4 g = load_grad(at);
+    F4 w = load_weight(at), m, v;
+    load_moments<kNibble>(at, m, v);
+    for (int k = 0; k < 4; k++) {
+      const F h = G::mul(g.v[k], c_h_);
+      m.v[k] = G::fma(c_m_, g.v[k], G::mul(m.v[k], m_unit_));
+      v.v[k] = G::fma(h, h, G::mul(v.v[k], v_unit_));
+    }
+    if constexpr (!kCoded) store_floats(data_.m, at, m);
+    if constexpr (!kCoded) store_floats(data_.v, at, v);
+    for (int k = 0; k < 4; k++) {
+      const F root = G::sqrt(v.v[k]);
+      if constexpr (kCoded) {
+        max_m_ = G::max(max_m_, G::abs(m.v[k]));
+        max_root_ = G::max(max_root_, root);
+        G::store(&m_[now_][at + k * (G::kGroup / 4)], m.v[k]);
+        G::store(&root_[now_][at + k * (G::kGroup / 4)], root);
+      }
+      const F ratio = G::div(m.v[k], G::fma(root_correction_, root, eps_));
+      w.v[k] = G::fma(step_size_, ratio, G::mul(w.v[k], decay_));
+    }
+    store_weight<kSub>(at, w);
+  }
+
+  // Takes the block's largest magnitudes for its scales and leaves it to be encoded.
+  HLM_INLINE void close() {
+    const float m_scale = block_scale(G::largest(max_m_)), v_scale = block_scale(G::largest(max_root_));
+    *data_.m_scale = m_scale;
+    *data_.v_scale = v_scale;
+    pending_ = {data_.m, data_.v, G::set1(inverse(m_scale, Fmt::kLevels * 256)), G::set1(inverse(v_scale, Fmt::kTop)),
+                lanes_};
+    now_ ^= 1;
+  }
+
+  static HLM_INLINE float block_scale(float largest) { return largest >= kSmallestScale ? largest : 0.0f; }
+  static HLM_INLINE float inverse(float scale, float top) { return scale > 0 ? top / scale : 0.0f; }
+
+  // Both moments' codes are rounded stochastically in fixed point with 8 fractional bits.
+  template <int kNibble, int kSub>
+  HLM_INLINE void encode(int at) {
+    const float *m_from = m_[now_ ^ 1] + at, *root_from = root_[now_ ^ 1] + at;
+    F4 m, root;
+    for (int k = 0; k < 4; k++) {
+      m.v[k] = G::mul(G::load(m_from + k * (G::kGroup / 4)), pending_.m_inverse);
+      root.v[k] = G::mul(G::load(root_from + k * (G::kGroup / 4)), pending_.root_inverse);
+    }
+    const B m_code = G::encode_m(m, G::template noise_bytes<kSub>(m_draw_));
+    const B v_code = G::template encode_root<Fmt::kMantissa>(root, G::template noise_bytes<kSub>(v_draw_));
+    if constexpr (kBits == 8) {
+      G::store_bytes(pending_.m + at, G::flip(m_code, 0x80));
+      G::store_bytes(pending_.v + at, v_code);
+    } else if constexpr (kNibble == 0) {  // waits for the other half
+      G::store_bytes(low_m_ + at, m_code);
+      G::store_bytes(low_v_ + at, v_code);
+    } else {
+      const int byte = at - kHalf;
+      G::store_bytes(pending_.m + byte, G::flip(G::merge_nibbles(G::load_bytes(low_m_ + byte), m_code), 0x88));
+      G::store_bytes(pending_.v + byte, G::merge_nibbles(G::load_bytes(low_v_ + byte), v_code));
+    }
+  }
+
+  // The moments in units of m_unit_ and v_unit_.
+  template <int kNibble>
+  HLM_INLINE void load_moments(int at, F4& m, F4& v) {
+    if constexpr (kBits == 4) {
+      m = G::lookup(kNibbleM, G::template nibbles<kNibble>(G::load_bytes(data_.m + at % kHalf)));
+      v = G::lookup(kNibbleV, G::template nibbles<kNibble>(G::load_bytes(data_.v + at % kHalf)));
+    } else if constexpr (kBits == 8) {
+      m = G::decode_m8(G::load_bytes(data_.m + at));
+      v = G::decode_root8(G::load_bytes(data_.v + at));
+      for (int k = 0; k < 4; k++) v.v[k] = G::mul(v.v[k], v.v[k]);
+    } else {
+      m = load_floats(data_.m, at);
+      v = load_floats(data_.v, at);
+    }
+  }
+
+  HLM_INLINE F4 load_floats(const void* from, int at) {
+    const float* p = static_cast<const float*>(from) + at;
+    if constexpr (kPlain) {
+      F4 x;
+      for (int k = 0; k < 4; k++) x.v[k] = G::load_unaligned(p + k * (G::kGroup / 4));
+      return x;
+    } else {
+      return G::load_floats(p);
+    }
+  }
+
+  HLM_INLINE void store_floats(void* to, int at, F4 x) {
+    float* p = static_cast<float*>(to) + at;
+    if constexpr (kPlain) {
+      for (int k = 0; k < 4; k++) G::store_unaligned(p + k * (G::kGroup / 4), x.v[k]);
+    } else {
+      G::store_floats(p, x);
+    }
+  }
+
+  HLM_INLINE F4 load_grad(int at) {
+    if constexpr (kGrad == Grad::kF32) {
+      return load_floats(data_.grad, at);
+    } else {
+      return G::widen_bf16(G::load_words(static_cast<const uint16_t*>(data_.grad) + at));
+    }
+  }
+
+  HLM_INLINE F4 load_weight(int at) {
+    if constexpr (kWeight == Weight::kF32) {
+      return load_floats(data_.weight, at);
+    } else {
+      const W2 words = G::load_words(static_cast<uint16_t*>(data_.weight) + at);
+      if constexpr (kWeight == Weight::kBf16Extended) {
+        return G::join_bf16(words, G::load_bytes(data_.extension + at));
+      } else {
+        return G::widen_bf16(words);
+      }
+    }
+  }
+
+  template <int kSub>
+  HLM_INLINE void store_weight(int at, F4 w) {
+    if constexpr (kWeight == Weight::kF32) {
+      store_floats(data_.weight, at, w);
+    } else {
+      uint16_t* to = static_cast<uint16_t*>(data_.weight) + at;
+      if constexpr (kWeight == Weight::kBf16Extended) {
+        B extension;
+        G::store_words(to, G::split_bf16(w, extension));
+        G::store_bytes(data_.extension + at, extension);
+      } else {
+        G::store_words(to, G::round_bf16(w, G::template noise_words<kSub>(lanes_, w_draw_)));
+      }
+    }
+  }
+
+  const F c_m_, c_h_, root_correction_, eps_, step_size_, decay_;
+  const float b_m_, b_v_;
+  BlockData data_;
+  Lanes lanes_;
+  F m_unit_, v_unit_, max_m_, max_root_;
+  Pending pending_;
+  Draw m_draw_, v_draw_, w_draw_;
+  int now_ = 0;  // which of the buffers below the block that is updated fills; the other is being encoded
+  alignas(64) float m_[2][kCoded ? kBlock : 1];
+  alignas(64) float root_[2][kCoded ? kBlock : 1];
+  alignas(64) uint8_t low_m_[kHalf];
+  alignas(64) uint8_t low_v_[kHalf];
+  alignas(64) uint8_t dummy_[kCoded ? Fmt::kBlockBytes : 1];
+};
+
+// Steps whole blocks whose values the kernel reads and writes where they lie.
+template <class G, Weight kWeight, Grad kGrad, int kBits>
+int64_t step_whole_blocks(const hlm_adam_tensor& t, int64_t first, int64_t last) {
+  constexpr int kBlock = Format<kBits>::kBlock;
+  constexpr int kWeightBytes = kWeight == Weight::kF32 ? 4 : 2, kGradBytes = kGrad == Grad::kF32 ? 4 : 2;
+  const int64_t number = t.start / kBlock;  // of the tensor's first block, for the random bits
+  AdamBlocks<G, kWeight, kGrad, kBits> blocks(t);
+  int64_t skipped = 0;
+  for (int64_t b = first; b < last; b++) {
+    const int64_t at = b * kBlock;
+    const uint8_t* grad = static_cast<const uint8_t*>(t.grad) + at * kGradBytes;
+    if (G::template any_over<kGradBytes, kBlock>(grad, t.grad_limit)) {
+      skipped++;
+      continue;
+    }
+    BlockData data = {};
+    data.weight = static_cast<uint8_t*>(t.weight) + at * kWeightBytes;
+    data.extension = kWeight == Weight::kBf16Extended ? t.extension + at : nullptr;
+    data.grad = grad;
+    data.m = static_cast<uint8_t*>(t.m) + b * Format<kBits>::kBlockBytes;
+    data.v = static_cast<uint8_t*>(t.v) + b * Format<kBits>::kBlockBytes;
+    data.m_scale = kBits == 32 ? nullptr : t.m_scale + b;
+    data.v_scale = kBits == 32 ? nullptr : t.v_scale + b;
+    blocks.step(data, G::seed(t.key, number + b));
+  }
+  blocks.flush();
+  return skipped;
+}
+
+}  // namespace

@@ -1,0 +1,91 @@
+// AVX2 and FMA: groups of 32 values.
+
+#include "adam_any.h"
+#include "common.h"
+#include "x86.h"
+
+namespace {
+
+struct Vec256 {
+  using F = __m256;
+  using I = __m256i;
+  static constexpr int kGroup = 32;
+  struct F4 {
+    F v[4];
+  };
+  struct W2 {
+    I v[2];
+  };
+  struct Lanes {
+    I v[2];
+  };
+  using Draw = Lanes;
+  struct Table {
+    uint8_t v[16];
+  };
+
+  HLM_X86_OPERATIONS(_mm256, si256)
+
+  static HLM_INLINE float largest(F a) {
+    __m128 x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_max_ss(x, _mm_shuffle_ps(x, x, 1)));
+  }
+
+  // -- memory
+  static HLM_INLINE I load_bytes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+  static HLM_INLINE void store_bytes(void* p, I a) { _mm256_storeu_si256(static_cast<__m256i*>(p), a); }
+  static HLM_INLINE W2 load_words(const uint16_t* p) { return {{load2(p, p + 16), load2(p + 8, p + 24)}}; }
+  static HLM_INLINE void store_words(uint16_t* p, W2 a) {
+    store2(p, p + 16, a.v[0]);
+    store2(p + 8, p + 24, a.v[1]);
+  }
+  static HLM_INLINE F4 load_floats(const float* p) {
+    F4 out;
+    for (int k = 0; k < 4; k++) out.v[k] = as_float(load2(p + 4 * k, p + 4 * k + 16));
+    return out;
+  }
+  static HLM_INLINE void store_floats(float* p, F4 a) {
+    for (int k = 0; k < 4; k++) store2(p + 4 * k, p + 4 * k + 16, as_int(a.v[k]));
+  }
+  static HLM_INLINE I lanes16(const uint8_t (&x)[16]) {
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+  }
+
+  // -- comparisons
+  static HLM_INLINE I where_not_zero16(I test, I x) { return _mm256_andnot_si256(_mm256_cmpeq_epi16(test, zero()), x); }
+  static HLM_INLINE bool any_over16(I x, I limit) { return _mm256_movemask_epi8(_mm256_cmpgt_epi16(x, limit)) != 0; }
+  static HLM_INLINE bool any_over32(I x, I limit) { return _mm256_movemask_epi8(_mm256_cmpgt_epi32(x, limit)) != 0; }
+
+  // -- random bits: of the draw's 32 words, in the order of a group's words
+  static HLM_INLINE Lanes lane_numbers() {
+    return {{_mm256_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11), _mm256_setr_epi32(4, 5, 6, 7, 12, 13, 14, 15)}};
+  }
+  template <int kSub>
+  static HLM_INLINE W2 noise_bytes(const Draw& draw) {
+    if constexpr (kSub == 0) return {{band(draw.v[0], words(255)), band(draw.v[1], words(255))}};
+    return {{shr16<8>(draw.v[0]), shr16<8>(draw.v[1])}};
+  }
+  template <class Next>
+  static HLM_INLINE W2 next_words(Next next) {
+    const Draw draw = next();
+    return {{draw.v[0], draw.v[1]}};
+  }
+  static HLM_INLINE void store_draw(uint16_t* p, Draw draw) { store_words(p, {{draw.v[0], draw.v[1]}}); }
+
+ private:
+  static HLM_INLINE I load2(const void* low, const void* high) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(low))),
+                                   _mm_loadu_si128(static_cast<const __m128i*>(high)), 1);
+  }
+  static HLM_INLINE void store2(void* low, void* high, I a) {
+    _mm_storeu_si128(static_cast<__m128i*>(low), _mm256_castsi256_si128(a));
+    _mm_storeu_si128(static_cast<__m128i*>(high), _mm256_extracti128_si256(a, 1));
+  }
+};
+
+using Avx2 = X86<Vec256>;
+
+}  // namespace
+
+const hlm::Kernels hlm::kAvx2 = {step_blocks<Avx2>, streaming_triad<Avx2>};

@@ -1,0 +1,213 @@
+// Groups of values on x86: adam_block.h's G over registers of 256 or 512 bits.
+//
+// Unpacking and packing stay within the 128-bit lanes, which is cheap, and decides where the values lie. Bytes are in
+// their natural order, 16 to a lane. Words 0..7 of every lane's 16 are in the first of two registers, 8..15 in the
+// second; and of floats, 0..3 are in the first of four, and so on. Only loading and storing words and floats has to
+// move lanes (V::load_words and its like).
+//
+// V is a register width: the operations below, and those that differ between the widths.
+#pragma once
+
+#include <immintrin.h>
+
+#include "common.h"
+
+// The operations that differ only in their names. MM is _mm256 or _mm512, SI is si256 or si512.
+#define HLM_X86_OPERATIONS(MM, SI)                                                               \
+  static HLM_INLINE F set1(float x) { return MM##_set1_ps(x); }                                  \
+  static HLM_INLINE F mul(F a, F b) { return MM##_mul_ps(a, b); }                                \
+  static HLM_INLINE F div(F a, F b) { return MM##_div_ps(a, b); }                                \
+  static HLM_INLINE F fma(F a, F b, F c) { return MM##_fmadd_ps(a, b, c); }                      \
+  static HLM_INLINE F sub(F a, F b) { return MM##_sub_ps(a, b); }                                \
+  static HLM_INLINE F sqrt(F a) { return MM##_sqrt_ps(a); }                                      \
+  static HLM_INLINE F max(F a, F b) { return MM##_max_ps(a, b); }                                \
+  static HLM_INLINE F load(const float* p) { return MM##_load_ps(p); }                           \
+  static HLM_INLINE F load_unaligned(const float* p) { return MM##_loadu_ps(p); }                \
+  static HLM_INLINE void store(float* p, F a) { MM##_store_ps(p, a); }                           \
+  static HLM_INLINE void store_unaligned(float* p, F a) { MM##_storeu_ps(p, a); }                \
+  static HLM_INLINE void stream(float* p, F a) { MM##_stream_ps(p, a); }                         \
+  static HLM_INLINE I as_int(F a) { return MM##_castps_##SI(a); }                                \
+  static HLM_INLINE F as_float(I a) { return MM##_cast##SI##_ps(a); }                            \
+  static HLM_INLINE I round_to_int(F a) { return MM##_cvtps_epi32(a); }                          \
+  static HLM_INLINE I zero() { return MM##_setzero_##SI(); }                                     \
+  static HLM_INLINE I bytes(uint8_t x) { return MM##_set1_epi8(static_cast<char>(x)); }          \
+  static HLM_INLINE I words(uint16_t x) { return MM##_set1_epi16(static_cast<short>(x)); }       \
+  static HLM_INLINE I dwords(uint32_t x) { return MM##_set1_epi32(static_cast<int>(x)); }        \
+  static HLM_INLINE I band(I a, I b) { return MM##_and_##SI(a, b); }                             \
+  static HLM_INLINE I bor(I a, I b) { return MM##_or_##SI(a, b); }                               \
+  static HLM_INLINE I bxor(I a, I b) { return MM##_xor_##SI(a, b); }                             \
+  static HLM_INLINE I add16(I a, I b) { return MM##_add_epi16(a, b); }                           \
+  static HLM_INLINE I adds_u16(I a, I b) { return MM##_adds_epu16(a, b); }                       \
+  static HLM_INLINE I add32(I a, I b) { return MM##_add_epi32(a, b); }                           \
+  static HLM_INLINE I sub32(I a, I b) { return MM##_sub_epi32(a, b); }                           \
+  static HLM_INLINE I mul32(I a, I b) { return MM##_mullo_epi32(a, b); }                         \
+  static HLM_INLINE I max_i16(I a, I b) { return MM##_max_epi16(a, b); }                         \
+  static HLM_INLINE I max_i32(I a, I b) { return MM##_max_epi32(a, b); }                         \
+  template <int kBy> static HLM_INLINE I shl16(I a) { return MM##_slli_epi16(a, kBy); }          \
+  template <int kBy> static HLM_INLINE I shr16(I a) { return MM##_srli_epi16(a, kBy); }          \
+  template <int kBy> static HLM_INLINE I sar16(I a) { return MM##_srai_epi16(a, kBy); }          \
+  template <int kBy> static HLM_INLINE I shl32(I a) { return MM##_slli_epi32(a, kBy); }          \
+  template <int kBy> static HLM_INLINE I shr32(I a) { return MM##_srli_epi32(a, kBy); }          \
+  template <int kBy> static HLM_INLINE I sar32(I a) { return MM##_srai_epi32(a, kBy); }          \
+  static HLM_INLINE I shuffle8(I a, I by) { return MM##_shuffle_epi8(a, by); }                   \
+  static HLM_INLINE I low8(I a, I b) { return MM##_unpacklo_epi8(a, b); }                        \
+  static HLM_INLINE I high8(I a, I b) { return MM##_unpackhi_epi8(a, b); }                       \
+  static HLM_INLINE I low16(I a, I b) { return MM##_unpacklo_epi16(a, b); }                      \
+  static HLM_INLINE I high16(I a, I b) { return MM##_unpackhi_epi16(a, b); }                     \
+  static HLM_INLINE I high32(I a, I b) { return MM##_unpackhi_epi32(a, b); }                     \
+  static HLM_INLINE I low64(I a, I b) { return MM##_unpacklo_epi64(a, b); }                      \
+  static HLM_INLINE I pack_i32(I a, I b) { return MM##_packs_epi32(a, b); }                      \
+  static HLM_INLINE I pack_u32(I a, I b) { return MM##_packus_epi32(a, b); }                     \
+  static HLM_INLINE I pack_u16(I a, I b) { return MM##_packus_epi16(a, b); }
+
+namespace {
+
+template <class V>
+struct X86 : V {
+  using F = typename V::F;
+  using I = typename V::I;
+  using F4 = typename V::F4;
+  using W2 = typename V::W2;
+  using Lanes = typename V::Lanes;
+  using B = I;
+  static constexpr bool kInPlace = true;
+
+  static HLM_INLINE F abs(F a) { return V::as_float(V::band(V::as_int(a), V::dwords(0x7FFFFFFF))); }
+
+  // -- weights and gradients
+  static HLM_INLINE F4 widen_bf16(W2 a) { return floats(V::zero(), V::zero(), a.v[0], a.v[1]); }
+
+  // (word << 16) + (extension << 8): the sum's borrow is taken from the words, 16 bits at a time.
+  static HLM_INLINE F4 join_bf16(W2 a, B extension) {
+    I low[2] = {V::low8(V::zero(), extension), V::high8(V::zero(), extension)};
+    for (int i = 0; i < 2; i++) {
+      low[i] = V::where_not_zero16(V::add16(a.v[i], a.v[i]), low[i]);  // a zero, of either sign, has no extension
+      a.v[i] = V::add16(a.v[i], V::template sar16<15>(low[i]));
+    }
+    return floats(low[0], low[1], a.v[0], a.v[1]);
+  }
+
+  // With both roundings added at once the extension's byte comes out with its sign bit flipped.
+  static HLM_INLINE W2 split_bf16(F4 a, B& extension) {
+    const I order = V::lanes16({2, 3, 6, 7, 10, 11, 14, 15, 1, 5, 9, 13, 1, 5, 9, 13});
+    I x[4];  // of a lane: four words, four extensions, and these again
+    for (int k = 0; k < 4; k++) x[k] = V::shuffle8(V::add32(V::as_int(a.v[k]), V::dwords(0x8080)), order);
+    extension = flip(V::low64(V::high32(x[0], x[1]), V::high32(x[2], x[3])), 0x80);
+    return {{V::low64(x[0], x[1]), V::low64(x[2], x[3])}};
+  }
+
+  static HLM_INLINE W2 round_bf16(F4 a, W2 noise) {
+    const I zero = V::zero();
+    const I by[4] = {V::low16(noise.v[0], zero), V::high16(noise.v[0], zero), V::low16(noise.v[1], zero),
+                     V::high16(noise.v[1], zero)};
+    I x[4];
+    for (int k = 0; k < 4; k++) x[k] = V::template shr32<16>(V::add32(V::as_int(a.v[k]), by[k]));
+    return {{V::pack_u32(x[0], x[1]), V::pack_u32(x[2], x[3])}};
+  }
+
+  // Whether any of kCount values of kBytes each has magnitude bits over the limit.
+  template <int kBytes, int kCount>
+  static HLM_INLINE bool any_over(const uint8_t* p, uint32_t limit) {
+    constexpr int kStep = int(sizeof(I));
+    I most = V::zero();
+    for (int i = 0; i < kCount * kBytes; i += kStep) {
+      const I x = V::load_bytes(p + i);
+      most = kBytes == 2 ? V::max_i16(most, V::band(x, V::words(0x7FFF)))
+                         : V::max_i32(most, V::band(x, V::dwords(0x7FFFFFFF)));
+    }
+    return kBytes == 2 ? V::any_over16(most, V::words(uint16_t(limit))) : V::any_over32(most, V::dwords(limit));
+  }
+
+  // -- codes
+  template <int kNibble>
+  static HLM_INLINE B nibbles(B a) {
+    return V::band(kNibble ? V::template shr16<4>(a) : a, V::bytes(15));
+  }
+  static HLM_INLINE B merge_nibbles(B low, B high) {
+    return V::bor(V::band(low, V::bytes(15)), V::band(V::template shl16<4>(high), V::bytes(0xF0)));
+  }
+  static HLM_INLINE B flip(B a, uint8_t mask) { return V::bxor(a, V::bytes(mask)); }
+
+  static HLM_INLINE F4 lookup(const NibbleTable& table, B a) {
+    const I high = V::shuffle8(V::lanes16(table.high), a), low = V::shuffle8(V::lanes16(table.low), a);
+    return floats(V::zero(), V::zero(), V::low8(low, high), V::high8(low, high));
+  }
+
+  // Under the exponent of 2**23 a code is the last byte of 2**23 + code.
+  static HLM_INLINE F4 decode_m8(B a) {
+    const I exponent = V::words(0x4B00);
+    F4 x = floats(V::low8(a, V::zero()), V::high8(a, V::zero()), exponent, exponent);
+    for (int k = 0; k < 4; k++) x.v[k] = V::sub(x.v[k], V::set1(8388608.0f + 128.0f));
+    return x;
+  }
+  static HLM_INLINE F4 decode_root8(B a) {
+    const I two = V::words(0x4000);
+    return floats(V::zero(), V::zero(), V::add16(V::template shl16<3>(V::low8(a, V::zero())), two),
+                  V::add16(V::template shl16<3>(V::high8(a, V::zero())), two));
+  }
+
+  static HLM_INLINE B encode_m(F4 m, W2 noise) {
+    I x[4];
+    for (int k = 0; k < 4; k++) x[k] = V::round_to_int(m.v[k]);
+    return high_bytes(V::add16(V::pack_i32(x[0], x[1]), noise.v[0]), V::add16(V::pack_i32(x[2], x[3]), noise.v[1]));
+  }
+  template <int kMantissa>
+  static HLM_INLINE B encode_root(F4 root, W2 noise) {
+    constexpr int kShift = 15 - kMantissa;
+    const I offset = V::dwords(0x40000000 - (1 << (kShift - 1)));
+    I x[4];
+    for (int k = 0; k < 4; k++) x[k] = V::template sar32<kShift>(V::sub32(V::as_int(root.v[k]), offset));
+    return high_bytes(V::adds_u16(V::pack_u32(x[0], x[1]), noise.v[0]),
+                      V::adds_u16(V::pack_u32(x[2], x[3]), noise.v[1]));
+  }
+
+  // -- random bits: codec.Noise
+  static HLM_INLINE I seed_lanes(I lane, uint64_t key, int64_t block) {
+    const uint32_t start = uint32_t(block) * 16 * 0x9E3779B9u + uint32_t(key);
+    I x = V::add32(V::mul32(lane, V::dwords(0x9E3779B9u)), V::dwords(start));
+    x = V::mul32(V::bxor(x, V::template shr32<16>(x)), V::dwords(0x85EBCA6Bu));
+    x = V::mul32(V::bxor(x, V::template shr32<13>(x)), V::dwords(0xC2B2AE35u));
+    return V::bxor(V::bxor(x, V::template shr32<16>(x)), V::dwords(uint32_t(key >> 32)));
+  }
+  static HLM_INLINE Lanes seed(uint64_t key, int64_t block) {
+    Lanes out = V::lane_numbers();
+    for (I& x : out.v) x = seed_lanes(x, key, block);
+    return out;
+  }
+  static HLM_INLINE Lanes draw(Lanes& lanes) {
+    for (I& x : lanes.v) {
+      x = V::bxor(x, V::template shl32<13>(x));
+      x = V::bxor(x, V::template shr32<17>(x));
+      x = V::bxor(x, V::template shl32<5>(x));
+    }
+    return lanes;
+  }
+  template <int kSub>
+  static HLM_INLINE W2 noise_words(Lanes& lanes, Lanes&) {
+    return V::next_words([&] { return draw(lanes); });
+  }
+
+ private:
+  // Floats of which `high` are the upper words and `low` the lower ones.
+  static HLM_INLINE F4 floats(I low0, I low1, I high0, I high1) {
+    return {{V::as_float(V::low16(low0, high0)), V::as_float(V::high16(low0, high0)),
+             V::as_float(V::low16(low1, high1)), V::as_float(V::high16(low1, high1))}};
+  }
+  static HLM_INLINE B high_bytes(I a, I b) {
+    return V::pack_u16(V::template shr16<8>(a), V::template shr16<8>(b));
+  }
+};
+
+template <class G>
+void streaming_triad(float* a, const float* b, const float* c, float s, int64_t n) {
+  constexpr int kStep = int(sizeof(typename G::F) / sizeof(float));
+  const typename G::F factor = G::set1(s);
+  int64_t i = 0;
+  for (; i < n && reinterpret_cast<uintptr_t>(a + i) % sizeof(factor) != 0; i++) a[i] = b[i] + s * c[i];
+  for (; i + kStep <= n; i += kStep)
+    G::stream(a + i, G::fma(factor, G::load_unaligned(c + i), G::load_unaligned(b + i)));
+  for (; i < n; i++) a[i] = b[i] + s * c[i];
+  _mm_sfence();
+}
+
+}  // namespace
