@@ -1,7 +1,7 @@
 """Full fine-tuning of large language models on one consumer GPU, behind the Hugging Face Trainer's own flags.
 
 Importing this package touches no GPU and imports neither torch nor transformers. It sees to it that transformers knows
-``optim="cpu_adam4bit"``, ``"cpu_adam8bit"`` and ``"cpu_adam32bit"`` (``register.py`` says how; the environment variable
+``optim="cpu_adam4bit"``, ``"cpu_adam8bit"`` and ``"cpu_adam32bit"`` (``registration.py`` says how; the environment variable
 ``HF_LOWMEM_REGISTER=0`` leaves transformers alone).
 """
 
@@ -11,7 +11,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from .register import register
+from .registration import register
 
 if TYPE_CHECKING:
     from .config import LowMemConfig as LowMemConfig

@@ -10,7 +10,7 @@ import os
 import runpy
 import sys
 
-from .register import register
+from .registration import register
 
 USAGE = "usage: python -m hf_lowmem.run (SCRIPT | -m MODULE) [ARGUMENT ...]"
 

@@ -3,7 +3,7 @@
 The mixin goes in front of any Trainer (``class MySFT(LowMemMixin, SFTTrainer)``) and changes three things: which
 optimizer is made; that clipping never touches the gradients (the exact global norm is taken, and the factor rides into
 the optimizer); and that what cannot work is refused before ``train()`` changes anything. ``prepare_training`` does the
-last for the stock Trainer too, see ``register.py``.
+last for the stock Trainer too, see ``registration.py``.
 """
 
 from __future__ import annotations
