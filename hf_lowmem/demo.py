@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-HELDOUT_BLOCKS = 32  # enough for a loss with two stable decimals; more would cost a slow CPU its ten minutes
+HELDOUT_BLOCKS = 24  # enough for a loss with two stable decimals; more would cost a slow CPU its ten minutes
 # Bytes a parameter of fp32 AdamW: its two moments, and the fp32 copy that it keeps of a 16-bit weight.
 FP32_STATES, FP32_MASTER = 8.0, 4.0
 

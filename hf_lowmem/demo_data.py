@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import subprocess
@@ -166,24 +165,31 @@ def heldout_split(texts: list[str]) -> tuple[str, str]:
     make the held-out loss a lie. What remains is cut into runs of about 4,000 characters (shorter where the text is
     short), and every tenth run is held out.
     """
-    seen: set[bytes] = set()
-    paragraphs = []
-    for text in texts:
-        for paragraph in text.split("\n\n"):
-            digest = hashlib.sha256(" ".join(paragraph.split()).encode()).digest()
-            if paragraph.strip() and digest not in seen:
-                seen.add(digest)
-                paragraphs.append(paragraph)
-    size = min(RUN_OF_TEXT, sum(map(len, paragraphs)) // HELDOUT_EVERY)
+    separator = "\n\n"
+    paragraphs = _distinct(texts, separator)
+    if len(paragraphs) < HELDOUT_EVERY:  # text without blank lines
+        separator = "\n"
+        paragraphs = _distinct(texts, separator)
+    size = max(1, min(RUN_OF_TEXT, sum(map(len, paragraphs)) // HELDOUT_EVERY))
     runs: list[list[str]] = [[]]
     for paragraph in paragraphs:
-        if sum(map(len, runs[-1])) >= size > 0:
+        if sum(map(len, runs[-1])) >= size:
             runs.append([])
         runs[-1].append(paragraph)
     if len(runs) < 2:
-        raise BadInput("--text: too little: blank lines separate paragraphs, and a tenth of them is held out.")
+        raise BadInput("--text: too little: a tenth of its paragraphs (or lines) is held out, and it has only one.")
     held = set(range(HELDOUT_EVERY - 1, len(runs), HELDOUT_EVERY)) or {len(runs) - 1}
     sides: tuple[list[str], list[str]] = ([], [])
     for number, run in enumerate(runs):
         sides[number in held].extend(run)
-    return "\n\n".join(sides[0]), "\n\n".join(sides[1])
+    return separator.join(sides[0]), separator.join(sides[1])
+
+
+def _distinct(texts: list[str], separator: str) -> list[str]:
+    """The parts of the texts, in order, each one once; white space makes no difference."""
+    parts: dict[str, str] = {}
+    for text in texts:
+        for part in text.split(separator):
+            if part.strip():
+                parts.setdefault(" ".join(part.split()), part)
+    return list(parts.values())

@@ -79,13 +79,15 @@ def as_table() -> str:
 def _system() -> dict[str, Any]:
     import psutil
 
+    from .kernels import native
+
     memory = psutil.virtual_memory()
     return {
         "os": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": f"{platform.python_version()} ({sys.executable})",
         "ram_gib": memory.total / GIB,
         "ram_available_gib": memory.available / GIB,
-        "physical_cores": psutil.cpu_count(logical=False) or os.cpu_count(),
+        "physical_cores": native.physical_cores(),
         "logical_cores": os.cpu_count(),
     }
 

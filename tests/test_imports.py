@@ -1,0 +1,135 @@
+"""The house: which module may import which, and how long a file may be."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hf_lowmem
+
+PACKAGE = Path(hf_lowmem.__file__).parent
+HEAVY = {"transformers", "accelerate", "peft", "trl", "safetensors", "huggingface_hub", "datasets"}
+LONGEST = 500  # lines: what is read at one sitting
+
+# Each module and the modules of ours that it may import, at any depth of its code. Imports run one way only.
+MAY_IMPORT = {
+    "__init__": {"registration", "config", "optim", "trainer"},
+    "config": set(),
+    "codec": set(),
+    "memory": set(),
+    "kernels.__init__": set(),
+    "kernels.adam": {"codec"},
+    "kernels.native": {"codec", "kernels.adam"},
+    "state": {"codec"},
+    "staging": {"codec", "kernels.adam", "memory"},
+    "optim": {"codec", "kernels.adam", "kernels.native", "memory", "staging", "state"},
+    "registration": {"config", "trainer"},
+    "trainer": {"config", "optim"},
+    "run": {"registration"},
+    "doctor": {"kernels.native"},
+    "demo_data": set(),
+    "demo": {"demo_data", "__init__"},
+    "cli": {"doctor", "demo"},
+}
+# The doors: the only modules that know the libraries of Hugging Face.
+DOORS = {"registration", "trainer", "run", "doctor", "demo_data", "demo", "cli"}
+WITHOUT_TORCH = {"__init__", "config", "registration", "run", "cli", "demo_data"}
+
+
+def modules() -> dict[str, Path]:
+    return {".".join(p.relative_to(PACKAGE).with_suffix("").parts): p for p in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imported(name: str, path: Path) -> set[str]:
+    """Absolute names of all that a module imports, inside functions too, but not under TYPE_CHECKING."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    only_for_types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    package = ["hf_lowmem", *name.split(".")[:-1]]
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in only_for_types:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            target = ".".join([*base, *filter(None, [node.module])])
+            found |= {target} | {f"{target}.{alias.name}" for alias in node.names}
+    return found
+
+
+def own(names: set[str]) -> set[str]:
+    """The modules of ours among imported names."""
+    known = modules()
+    result = set()
+    for name in names:
+        if name == "hf_lowmem":
+            continue  # `from . import x` is `hf_lowmem.x` as well
+        inner = name.removeprefix("hf_lowmem.")
+        if name.startswith("hf_lowmem.") and inner in known:
+            result.add(inner)
+    return result
+
+
+def test_every_module_has_its_place() -> None:
+    assert set(modules()) == set(MAY_IMPORT), "give a new module its place in MAY_IMPORT"
+
+
+@pytest.mark.parametrize("name", sorted(MAY_IMPORT))
+def test_imports_run_one_way(name: str) -> None:
+    assert own(imported(name, modules()[name])) <= MAY_IMPORT[name]
+
+
+def test_the_allowed_directions_have_no_cycle() -> None:
+    # registration asks trainer only inside functions, when a Trainer is made.
+    pending = {name: set(allowed) for name, allowed in MAY_IMPORT.items()}
+    while free := {name for name, allowed in pending.items() if not allowed}:
+        pending = {name: allowed - free for name, allowed in pending.items() if name not in free}
+    assert not pending
+
+
+@pytest.mark.parametrize("name", sorted(set(MAY_IMPORT) - DOORS - {"__init__"}))
+def test_only_the_doors_know_hugging_face(name: str) -> None:
+    roots = {module.split(".")[0] for module in imported(name, modules()[name])}
+    assert not roots & HEAVY
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_TORCH))
+def test_no_torch_at_import(name: str) -> None:
+    """At the top level only: functions may import what they like."""
+    tree = ast.parse(modules()[name].read_text(encoding="utf-8"))
+    top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    roots = set()
+    for node in top:
+        roots |= {a.name.split(".")[0] for a in node.names} if isinstance(node, ast.Import) else set()
+        roots |= {(node.module or "").split(".")[0]} if isinstance(node, ast.ImportFrom) and not node.level else set()
+    assert not roots & (HEAVY | {"torch"})
+
+
+def test_importing_the_package_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    code = "import sys, hf_lowmem; print(sorted({'torch', 'transformers', 'accelerate'} & sys.modules.keys()))"
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_no_file_is_too_long() -> None:
+    root = Path(__file__).parent.parent
+    folders = ("hf_lowmem", "tests", "examples", "benchmarks", ".ci")
+    files = [
+        p for folder in folders for p in (root / folder).rglob("*") if p.suffix in (".py", ".cpp", ".h", ".sh", "")
+    ]
+    lengths = {str(p.relative_to(root)): len(p.read_text(encoding="utf-8").splitlines()) for p in files if p.is_file()}
+    assert {name: n for name, n in lengths.items() if n > LONGEST} == {}
