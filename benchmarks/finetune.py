@@ -6,6 +6,7 @@ file is held out. The model computes in bf16; how its weights and moments are ke
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
@@ -95,26 +96,36 @@ def _tokens(tokenizer) -> tuple[Tensor, Tensor]:
 
 
 def compare(
-    data: Finetune, recipes: dict[str, Callable[[int], Step]], lr: float, steps: int, seeds: list[int], budget_s: float
+    data: Finetune,
+    recipes: dict[str, Callable[[int], Step]],
+    lr: float,
+    steps: int,
+    seeds: list[int],
+    budget_s: float,
+    known: Path | None = None,
 ) -> dict[str, list[float]]:
     """Held-out losses of every recipe, one a seed; the seed is the outer loop, so that all recipes see all seeds.
 
     Args:
         recipes: name to a function that, given the seed, resets the model and returns its step.
         budget_s: no new run starts after this many seconds.
+        known: a JSON file {learning rate: {recipe: {seed: loss}}}; what it holds is not run again, what is run is added.
     """
-    losses: dict[str, list[float]] = {name: [] for name in recipes}
+    results = json.loads(known.read_text()) if known and known.exists() else {}
+    losses: dict[str, dict[str, float]] = results.setdefault(f"{lr:g}", {})
     begin = time.monotonic()
     for seed in seeds:
         for name, make in recipes.items():
-            if time.monotonic() - begin > budget_s:
-                print("out of time", flush=True)
-                return losses
+            found = losses.setdefault(name, {})
+            if str(seed) in found or time.monotonic() - begin > budget_s:
+                continue
             start = time.monotonic()
             data.reset()
-            losses[name].append(data.run(make(seed), lr, steps, seed))
-            print(f"seed {seed} {name:40s} {losses[name][-1]:.5f}  {time.monotonic() - start:.1f} s", flush=True)
-    return losses
+            found[str(seed)] = round(data.run(make(seed), lr, steps, seed), 5)
+            print(f"seed {seed} {name:40s} {found[str(seed)]:.5f}  {time.monotonic() - start:.1f} s", flush=True)
+            if known:
+                known.write_text(json.dumps(results, indent=1))
+    return {name: [losses[name][str(s)] for s in seeds if str(s) in losses[name]] for name in recipes}
 
 
 def table(losses: dict[str, list[float]], before: float) -> str:

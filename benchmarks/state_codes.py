@@ -172,6 +172,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--budget", type=float, default=1e9, help="seconds")
+    parser.add_argument("--losses", type=Path, help="JSON of losses found before; extended")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     data = Finetune(args.model, args.device)
@@ -182,7 +183,7 @@ def main() -> None:
 
     chosen = {name: maker(recipe) for name, recipe in RECIPES.items()}
     text = f"Learning rate {args.lr:g}, {args.steps} steps of {16 * 512} tokens, torch {torch.__version__}.\n\n"
-    text += table(compare(data, chosen, args.lr, args.steps, args.seeds, args.budget), before)
+    text += table(compare(data, chosen, args.lr, args.steps, args.seeds, args.budget, args.losses), before)
     print(text)
     if args.out:
         args.out.write_text(text)

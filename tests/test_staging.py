@@ -218,14 +218,22 @@ def test_host_and_gpu_parameters_together(small_pieces: None) -> None:
 
 
 @gpu
-def test_arena_is_pinned_at_its_exact_size() -> None:
+def test_arena_is_pinned_at_its_exact_size_and_let_go() -> None:
+    torch.zeros(1, device="cuda")
     sizes = [1000, 3 * 2**20 + 7, 0, 64]
     arena = PinnedArena(sizes)
     assert arena.pinned
     assert [len(part) for part in arena.parts] == sizes
-    assert all(part.is_pinned() for part in arena.parts if len(part))
     assert all(part.data_ptr() % 256 == 0 for part in arena.parts)
     assert arena.nbytes < sum(sizes) + 256 * len(sizes)
+    parts = arena.parts
+    register = torch.cuda.cudart().cudaHostRegister
+    already_registered = 712
+    assert int(register(parts[0].data_ptr(), 4096, 0)) == already_registered
+    del arena
+    gc.collect()
+    assert int(register(parts[0].data_ptr(), 4096, 0)) == 0
+    torch.cuda.cudart().cudaHostUnregister(parts[0].data_ptr())
 
 
 def test_refused_pinning_goes_on_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
