@@ -109,7 +109,7 @@ def compare(
     Args:
         recipes: name to a function that, given the seed, resets the model and returns its step.
         budget_s: no new run starts after this many seconds.
-        known: a JSON file {learning rate: {recipe: {seed: loss}}}; what it holds is not run again, what is run is added.
+        known: a JSON file {learning rate: {recipe: {seed: loss}}}; it is not run again, but extended.
     """
     results = json.loads(known.read_text()) if known and known.exists() else {}
     losses: dict[str, dict[str, float]] = results.setdefault(f"{lr:g}", {})
