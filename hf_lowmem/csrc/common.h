@@ -49,7 +49,7 @@ constexpr int block_size(int bits) {
 
 namespace {
 
-constexpr int kHalf = 64;        // values that share a draw of random bits
+constexpr int kHalf = 64;  // values that share a draw of random bits
 constexpr int kLargestBlock = 256;
 constexpr float kSmallestScale = 1.0f / (1 << 25) / (1 << 25) / (1 << 25) / (1 << 25);  // 2**-100
 

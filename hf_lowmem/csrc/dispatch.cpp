@@ -123,7 +123,7 @@ bool is_known(const hlm_adam_tensor& t) {
   const bool types = t.weight_dtype <= HLM_F16 && t.grad_dtype <= HLM_F16;
   const bool copy = !t.copy || (t.weight_dtype == HLM_F32 && (t.copy_dtype == HLM_BF16 || t.copy_dtype == HLM_F16));
   const bool extension = !t.extension || t.weight_dtype != HLM_F32;
-  const bool scales = t.bits == 32 || (t.m_scale && t.v_scale);
+  const bool scales = t.bits == 32 || t.n == 0 || (t.m_scale && t.v_scale);
   return bits && types && copy && extension && scales && t.n >= 0 && t.start >= 0 && t.start % HLM_UNIT == 0;
 }
 

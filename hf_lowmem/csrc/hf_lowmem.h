@@ -27,19 +27,19 @@ enum hlm_isa { HLM_BASE = 0, HLM_AVX2 = 1, HLM_AVX512 = 2, HLM_NEON = 3, HLM_ISA
 
 // One tensor of an AdamW step; kernels/adam.py says what each buffer holds. No alignment is asked for.
 typedef struct hlm_adam_tensor {
-  void *weight;        // n values of weight_dtype
-  int8_t *extension;   // n bytes of a 24-bit master, or NULL
-  void *copy;          // n values of copy_dtype (BF16 or F16), or NULL; only with an F32 weight
-  const void *grad;    // n values of grad_dtype
-  void *m;             // codes, or n floats where bits == 32
-  void *v;
-  float *m_scale;      // one a block, or NULL where bits == 32
-  float *v_scale;
+  void* weight;       // n values of weight_dtype
+  int8_t* extension;  // n bytes of a 24-bit master, or NULL
+  void* copy;         // n values of copy_dtype (BF16 or F16), or NULL; only with an F32 weight
+  const void* grad;   // n values of grad_dtype
+  void* m;            // codes, or n floats where bits == 32
+  void* v;
+  float* m_scale;  // one a block, or NULL where bits == 32
+  float* v_scale;
   int64_t n;
-  int64_t start;       // number of the first value within the whole parameter, a multiple of HLM_UNIT
-  uint64_t key;        // of the random bits
+  int64_t start;  // number of the first value within the whole parameter, a multiple of HLM_UNIT
+  uint64_t key;   // of the random bits
   float c_m, b_m, c_h, b_v, root_correction, eps, step_size, decay;
-  uint32_t grad_limit; // magnitude bits in grad_dtype
+  uint32_t grad_limit;  // magnitude bits in grad_dtype
   uint8_t weight_dtype, copy_dtype, grad_dtype, bits;
 } hlm_adam_tensor;
 
@@ -51,11 +51,11 @@ HLM_API int32_t hlm_isa_supported(int32_t isa);
 // Steps the units [first, last), counted through all `count` tensors in order. Returns the number of blocks left as
 // they were for their gradients, or -1 where isa or a tensor's bits or dtypes are none that this build knows (nothing
 // is written then).
-HLM_API int64_t hlm_adam(int32_t isa, const hlm_adam_tensor *tensors, int64_t count, int64_t first, int64_t last);
+HLM_API int64_t hlm_adam(int32_t isa, const hlm_adam_tensor* tensors, int64_t count, int64_t first, int64_t last);
 
 // Streaming-store triad a[i] = b[i] + s * c[i] over n floats, for measuring a machine's memory. Falls back to ordinary
 // stores where the ISA has no streaming ones.
-HLM_API void hlm_triad(int32_t isa, float *a, const float *b, const float *c, float s, int64_t n);
+HLM_API void hlm_triad(int32_t isa, float* a, const float* b, const float* c, float s, int64_t n);
 
 #ifdef __cplusplus
 }

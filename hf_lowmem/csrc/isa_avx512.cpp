@@ -51,7 +51,9 @@ struct Vec512 {
   }
 
   // -- comparisons
-  static HLM_INLINE I where_not_zero16(I test, I x) { return _mm512_maskz_mov_epi16(_mm512_test_epi16_mask(test, test), x); }
+  static HLM_INLINE I where_not_zero16(I test, I x) {
+    return _mm512_maskz_mov_epi16(_mm512_test_epi16_mask(test, test), x);
+  }
   static HLM_INLINE bool any_over16(I x, I limit) { return _mm512_cmpgt_epi16_mask(x, limit) != 0; }
   static HLM_INLINE bool any_over32(I x, I limit) { return _mm512_cmpgt_epi32_mask(x, limit) != 0; }
 

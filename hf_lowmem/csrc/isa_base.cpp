@@ -18,11 +18,12 @@ HLM_INLINE float fma_once(float a, float b, float c) {
   double sum = product + addend;
   const double back = sum - product;
   const double error = (product - (sum - back)) + (addend - back);
-  uint64_t bits;
+  uint64_t bits, error_bits;
   memcpy(&bits, &sum, 8);
-  const bool finite = (bits & 0x7FF0000000000000u) != 0x7FF0000000000000u;
-  const uint64_t toward = (error > 0) == (sum > 0) ? 1 : ~uint64_t(0);
-  bits += finite && error != 0 && (bits & 1) == 0 ? toward : 0;
+  memcpy(&error_bits, &error, 8);
+  const uint64_t inexact = (error > 0 ? 1u : 0u) | (error < 0 ? 1u : 0u);  // not where the sum is no number
+  const uint64_t rounded_up = ((bits ^ error_bits) >> 63) & inexact;       // away from zero
+  bits = (bits - rounded_up) | inexact;
   memcpy(&sum, &bits, 8);
   return float(sum);
 }
@@ -114,7 +115,8 @@ struct Base {
     return a;
   }
   static HLM_INLINE F4 lookup(const NibbleTable& table, B a) {
-    return each([&](int i) { return bits_float(uint32_t(table.high[a.x[i]]) << 24 | uint32_t(table.low[a.x[i]]) << 16); });
+    return each(
+        [&](int i) { return bits_float(uint32_t(table.high[a.x[i]]) << 24 | uint32_t(table.low[a.x[i]]) << 16); });
   }
   static HLM_INLINE F4 decode_m8(B a) {
     return each([&](int i) { return float(int(a.x[i]) - 128); });

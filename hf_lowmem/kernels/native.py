@@ -18,7 +18,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -42,7 +42,7 @@ _RECORD = struct.Struct("=8QqqQ8fI4B")
 
 
 # -- the library --------------------------------------------------------------------------------------------------
-@lru_cache(maxsize=None)
+@cache
 def _library() -> ctypes.CDLL | None:
     """The compiled core, or None where this installation has none that fits."""
     suffix = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
@@ -72,7 +72,7 @@ def available() -> bool:
     return _library() is not None
 
 
-@lru_cache(maxsize=None)
+@cache
 def isas() -> tuple[str, ...]:
     """The instruction sets that this machine can run, the best one first; ``torch`` is always the last."""
     library = _library()
@@ -97,7 +97,7 @@ def isa() -> str:
 
 
 # -- threads ------------------------------------------------------------------------------------------------------
-@lru_cache(maxsize=None)
+@cache
 def physical_cores() -> int:
     """Physical cores that this process may use: its affinity and its container's quota count, hyper-threads do not."""
     if hasattr(os, "sched_getaffinity"):
@@ -211,7 +211,7 @@ def _run(library: ctypes.CDLL, number: int, records: bytearray, count: int, unit
 
 
 def _spread(function: Callable[[int, int], int], count: int, piece: int, threads: int) -> int:
-    """Sums ``function(first, last)`` over 0 .. count, a piece at a time, each thread taking the next when it is free."""
+    """Sums ``function(first, last)`` over 0 .. count in pieces, each thread taking the next one when it is free."""
     starts = iter(range(0, count, piece))
     lock = threading.Lock()
 
@@ -253,7 +253,7 @@ def triad(a: Tensor, b: Tensor, c: Tensor, s: float, threads: int | None = None)
     _spread(part, n, max(-(-n // threads), 1), threads)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _warn_once() -> None:
     warnings.warn(
         "hf_lowmem has no compiled core here, so optimizer steps run on plain torch, which is about a hundred times "
