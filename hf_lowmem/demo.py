@@ -105,7 +105,8 @@ def run(options: argparse.Namespace) -> Report:
     speed = trainer.state.global_step * options.batch * options.seq / trainer.state.log_history[-1]["train_runtime"]
     del trainer, optimizer, model
 
-    saved = transformers.AutoModelForCausalLM.from_pretrained(output, dtype=dtype).to(device)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(output, dtype=dtype)
+    saved.to(device)  # type: ignore[arg-type]
     reloaded = heldout_loss(saved, heldout, options.batch, "loss of what was saved")
     report = Report(
         loss_before=before,
