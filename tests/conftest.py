@@ -86,7 +86,7 @@ def run_python(code: str, *argv: str, cwd=None, check: bool = True, **env: str):
     done = subprocess.run(
         [sys.executable, "-c", code, *argv],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": path, **env},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env},
         capture_output=True,
         text=True,
         timeout=300,
@@ -97,7 +97,10 @@ def run_python(code: str, *argv: str, cwd=None, check: bool = True, **env: str):
 
 @pytest.fixture(scope="session")
 def tiny():
-    """The functions of this file."""
+    """The functions of this file, and one thread for torch: two threads on a busy machine are ten times slower here."""
+    import torch
+
+    torch.set_num_threads(1)
     return SimpleNamespace(
         model=make_model,
         data=make_data,
