@@ -26,6 +26,7 @@ from torch import nn
 from hf_lowmem.kernels import native
 from hf_lowmem.optim import LowBitAdamW
 
+SETTLE_S = 0.05  # OpenMP's threads go on spinning for a while after torch's step, on the cores that the next one needs
 TENSOR = 8 * 2**20  # values of one tensor: a 2048 x 4096 matrix
 REFERENCE = "torch AdamW(fused), fp32"
 
@@ -126,6 +127,7 @@ def rate(contestants: dict[str, Contestant], threads: int, rounds: int) -> dict[
     for number in range(rounds + 1):
         for name, contestant in contestants.items():
             contestant.prepare(threads)
+            time.sleep(SETTLE_S)
             start = time.perf_counter()
             contestant.step()
             if number:  # the first round warms up

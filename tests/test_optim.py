@@ -346,7 +346,9 @@ def test_states_widen(narrow: int, wide: int) -> None:
                 states.moments(first.state[p], p.numel()), states.moments(second.state[p], p.numel()), strict=True
             ):
                 scale = a.abs().max()
-                torch.testing.assert_close(a / scale, b / scale, rtol=0.065 if wide == 8 else 0, atol=0.005 if wide == 8 else 0)
+                torch.testing.assert_close(
+                    a / scale, b / scale, rtol=0.065 if wide == 8 else 0, atol=0.005 if wide == 8 else 0
+                )
             assert second.state[p]["bits"] == (32 if p.numel() < 4096 else wide)
     run(params, second, range(4, 6))
 
@@ -450,6 +452,19 @@ def test_checked_step_is_skipped_whole(bad: float) -> None:
     optimizer.step()
     with pytest.raises(FloatingPointError, match="3 steps in a row"):
         optimizer.step()
+
+
+def test_huge_gradients_are_finite() -> None:
+    p = nn.Parameter(torch.zeros(8))
+    optimizer = LowBitAdamW([p], check_finite=True)
+    p.grad = torch.full((8,), 3e38)
+    optimizer.step()
+    assert optimizer.skipped_steps == 0
+    half = nn.Parameter(torch.zeros(5000, dtype=torch.float16))
+    optimizer = LowBitAdamW([half], check_finite=True)
+    half.grad = torch.full((5000,), 60000.0, dtype=torch.float16)
+    optimizer.step()
+    assert optimizer.skipped_steps == 0
 
 
 def test_caller_says_not_finite() -> None:
