@@ -1,8 +1,8 @@
 """Full fine-tuning of large language models on one consumer GPU, behind the Hugging Face Trainer's own flags.
 
 Importing this package touches no GPU and imports neither torch nor transformers. It sees to it that transformers knows
-``optim="cpu_adam4bit"``, ``"cpu_adam8bit"`` and ``"cpu_adam32bit"`` (``registration.py`` says how; the environment variable
-``HF_LOWMEM_REGISTER=0`` leaves transformers alone).
+``optim="cpu_adam4bit"``, ``"cpu_adam8bit"`` and ``"cpu_adam32bit"`` (``registration.py`` says how; with
+``HF_LOWMEM_REGISTER=0`` in the environment it leaves transformers alone).
 """
 
 from __future__ import annotations

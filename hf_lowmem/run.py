@@ -1,4 +1,4 @@
-"""``python -m hf_lowmem.run train.py ...``: runs a script that does not import this package, with the optim names known.
+"""``python -m hf_lowmem.run train.py ...``: runs a script that does not import us, with the optim names known.
 
 Under Accelerate's launcher: ``accelerate launch -m hf_lowmem.run train.py --optim cpu_adam4bit``. Like ``python``, it
 takes ``-m package.module`` in the place of a script.

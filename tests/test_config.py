@@ -94,7 +94,11 @@ def test_optim_args():
             'optim="cpu_adam4bit" has 4-bit states, but optim_args says state_bits=8: write optim="cpu_adam8bit"',
         ),
         ("cpu_adam4bit", "state_bits=3", "but optim_args says state_bits=3: write one of 'cpu_adam4bit'"),
-        ("cpu_adam4bit", "thread=2", "unknown key 'thread' (did you mean threads?): the keys are master_bits, max_skip"),
+        (
+            "cpu_adam4bit",
+            "thread=2",
+            "unknown key 'thread' (did you mean threads?): the keys are master_bits, max_skip",
+        ),
         ("cpu_adam4bit", "zebra=2", "unknown key 'zebra': the keys are master_bits, max_skipped_steps, seed, staging"),
         ("cpu_adam4bit", "seed", "'seed', which is not key=value"),
         ("cpu_adam4bit", "seed=", "'seed=', which is not key=value"),

@@ -131,7 +131,9 @@ def test_the_wrapped_method_leaves_other_names_to_stock_code(tiny, tmp_path):
 
 def test_other_optimizers_train_as_before(tiny, tmp_path):
     """The wrapped train() looks at nothing and adds nothing for them."""
-    trainer = tiny.fit(Trainer, tmp_path, optim="adamw_torch", save_strategy="steps", save_steps=2, save_only_model=True)
+    trainer = tiny.fit(
+        Trainer, tmp_path, optim="adamw_torch", save_strategy="steps", save_steps=2, save_only_model=True
+    )
     assert "SkippedStepsCallback" not in trainer.callback_handler.callback_list
     assert type(trainer.optimizer.optimizer) is torch.optim.AdamW
     tiny.fit(Trainer, tmp_path, optim="adamw_torch", resume=str(tmp_path / "checkpoint-2"))

@@ -14,7 +14,13 @@ from transformers import Trainer
 from hf_lowmem import LowMemTrainer
 
 CLASSES = {"Trainer": Trainer, "LowMemTrainer": LowMemTrainer}
-RUN = {"optim": "cpu_adam4bit", "max_steps": 5, "save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "cosine"}
+RUN = {
+    "optim": "cpu_adam4bit",
+    "max_steps": 5,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "lr_scheduler_type": "cosine",
+}
 
 
 def dropout_model(tiny):

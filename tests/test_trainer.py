@@ -143,9 +143,7 @@ def test_gradients_are_measured_and_not_touched(tiny, tmp_path):
             self.norms.append(nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
 
     seen = Norms()
-    trainer = tiny.fit(
-        LowMemTrainer, tmp_path, trainer={"callbacks": [seen]}, optim="cpu_adam4bit", max_grad_norm=1e-3
-    )
+    trainer = tiny.fit(LowMemTrainer, tmp_path, trainer={"callbacks": [seen]}, optim="cpu_adam4bit", max_grad_norm=1e-3)
     assert seen.norms == logged(trainer, "grad_norm")
     assert min(seen.norms) > 0.1
 
@@ -229,7 +227,9 @@ class TestRefusedBeforeTraining:
     def test_sparse_gradients(self, tiny, tmp_path, cls):
         model = tiny.model()
         model.model.embed_tokens.sparse = True
-        self.refused(tiny, tmp_path, cls, model, r"LlamaForCausalLM.model.embed_tokens is an Embedding with sparse=True")
+        self.refused(
+            tiny, tmp_path, cls, model, r"LlamaForCausalLM.model.embed_tokens is an Embedding with sparse=True"
+        )
         model.model.embed_tokens.weight.requires_grad_(False)
         tiny.fit(cls, tmp_path, model, optim="cpu_adam4bit", max_steps=1)
 
@@ -351,5 +351,7 @@ def test_a_gradient_scaler_skips_by_itself(tiny, tmp_path):
     assert scaled.accelerator.scaler.get_scale() == 2.0**9
     optimizer = scaled.optimizer.optimizer
     assert optimizer.skipped_steps == 0
-    plain = tiny.fit(LowMemTrainer, tmp_path, trainer={"callbacks": [Poison({}, 0)]}, optim="cpu_adam4bit", max_grad_norm=0.5)
+    plain = tiny.fit(
+        LowMemTrainer, tmp_path, trainer={"callbacks": [Poison({}, 0)]}, optim="cpu_adam4bit", max_grad_norm=0.5
+    )
     assert logged(scaled, "grad_norm")[0] == logged(plain, "grad_norm")[0]  # a power of two scales exactly
