@@ -25,7 +25,8 @@ enum hlm_dtype { HLM_F32 = 0, HLM_BF16 = 1, HLM_F16 = 2, HLM_NONE = 255 };
 // In order of priority: the last supported one is the best.
 enum hlm_isa { HLM_BASE = 0, HLM_AVX2 = 1, HLM_AVX512 = 2, HLM_NEON = 3, HLM_ISA_COUNT = 4 };
 
-// One tensor of an AdamW step; kernels/adam.py says what each buffer holds. No alignment is asked for.
+// One tensor of an AdamW step; kernels/adam.py says what each buffer holds. No alignment beyond that of
+// its elements is asked for.
 typedef struct hlm_adam_tensor {
   void* weight;       // n values of weight_dtype
   int8_t* extension;  // n bytes of a 24-bit master, or NULL

@@ -13,148 +13,54 @@
 #include "common.h"
 
 // The operations that differ only in their names. MM is _mm256 or _mm512, SI is si256 or si512.
-#define HLM_X86_OPERATIONS(MM, SI)                        \
-  static HLM_INLINE F set1(float x) {                     \
-    return MM##_set1_ps(x);                               \
-  }                                                       \
-  static HLM_INLINE F mul(F a, F b) {                     \
-    return MM##_mul_ps(a, b);                             \
-  }                                                       \
-  static HLM_INLINE F div(F a, F b) {                     \
-    return MM##_div_ps(a, b);                             \
-  }                                                       \
-  static HLM_INLINE F fma(F a, F b, F c) {                \
-    return MM##_fmadd_ps(a, b, c);                        \
-  }                                                       \
-  static HLM_INLINE F sub(F a, F b) {                     \
-    return MM##_sub_ps(a, b);                             \
-  }                                                       \
-  static HLM_INLINE F sqrt(F a) {                         \
-    return MM##_sqrt_ps(a);                               \
-  }                                                       \
-  static HLM_INLINE F max(F a, F b) {                     \
-    return MM##_max_ps(a, b);                             \
-  }                                                       \
-  static HLM_INLINE F load(const float* p) {              \
-    return MM##_load_ps(p);                               \
-  }                                                       \
-  static HLM_INLINE F load_unaligned(const float* p) {    \
-    return MM##_loadu_ps(p);                              \
-  }                                                       \
-  static HLM_INLINE void store(float* p, F a) {           \
-    MM##_store_ps(p, a);                                  \
-  }                                                       \
-  static HLM_INLINE void store_unaligned(float* p, F a) { \
-    MM##_storeu_ps(p, a);                                 \
-  }                                                       \
-  static HLM_INLINE void stream(float* p, F a) {          \
-    MM##_stream_ps(p, a);                                 \
-  }                                                       \
-  static HLM_INLINE I as_int(F a) {                       \
-    return MM##_castps_##SI(a);                           \
-  }                                                       \
-  static HLM_INLINE F as_float(I a) {                     \
-    return MM##_cast##SI##_ps(a);                         \
-  }                                                       \
-  static HLM_INLINE I round_to_int(F a) {                 \
-    return MM##_cvtps_epi32(a);                           \
-  }                                                       \
-  static HLM_INLINE I zero() {                            \
-    return MM##_setzero_##SI();                           \
-  }                                                       \
-  static HLM_INLINE I bytes(uint8_t x) {                  \
-    return MM##_set1_epi8(static_cast<char>(x));          \
-  }                                                       \
-  static HLM_INLINE I words(uint16_t x) {                 \
-    return MM##_set1_epi16(static_cast<short>(x));        \
-  }                                                       \
-  static HLM_INLINE I dwords(uint32_t x) {                \
-    return MM##_set1_epi32(static_cast<int>(x));          \
-  }                                                       \
-  static HLM_INLINE I band(I a, I b) {                    \
-    return MM##_and_##SI(a, b);                           \
-  }                                                       \
-  static HLM_INLINE I bor(I a, I b) {                     \
-    return MM##_or_##SI(a, b);                            \
-  }                                                       \
-  static HLM_INLINE I bxor(I a, I b) {                    \
-    return MM##_xor_##SI(a, b);                           \
-  }                                                       \
-  static HLM_INLINE I add16(I a, I b) {                   \
-    return MM##_add_epi16(a, b);                          \
-  }                                                       \
-  static HLM_INLINE I adds_u16(I a, I b) {                \
-    return MM##_adds_epu16(a, b);                         \
-  }                                                       \
-  static HLM_INLINE I add32(I a, I b) {                   \
-    return MM##_add_epi32(a, b);                          \
-  }                                                       \
-  static HLM_INLINE I sub32(I a, I b) {                   \
-    return MM##_sub_epi32(a, b);                          \
-  }                                                       \
-  static HLM_INLINE I mul32(I a, I b) {                   \
-    return MM##_mullo_epi32(a, b);                        \
-  }                                                       \
-  static HLM_INLINE I max_i16(I a, I b) {                 \
-    return MM##_max_epi16(a, b);                          \
-  }                                                       \
-  static HLM_INLINE I max_i32(I a, I b) {                 \
-    return MM##_max_epi32(a, b);                          \
-  }                                                       \
-  template <int kBy>                                      \
-  static HLM_INLINE I shl16(I a) {                        \
-    return MM##_slli_epi16(a, kBy);                       \
-  }                                                       \
-  template <int kBy>                                      \
-  static HLM_INLINE I shr16(I a) {                        \
-    return MM##_srli_epi16(a, kBy);                       \
-  }                                                       \
-  template <int kBy>                                      \
-  static HLM_INLINE I sar16(I a) {                        \
-    return MM##_srai_epi16(a, kBy);                       \
-  }                                                       \
-  template <int kBy>                                      \
-  static HLM_INLINE I shl32(I a) {                        \
-    return MM##_slli_epi32(a, kBy);                       \
-  }                                                       \
-  template <int kBy>                                      \
-  static HLM_INLINE I shr32(I a) {                        \
-    return MM##_srli_epi32(a, kBy);                       \
-  }                                                       \
-  template <int kBy>                                      \
-  static HLM_INLINE I sar32(I a) {                        \
-    return MM##_srai_epi32(a, kBy);                       \
-  }                                                       \
-  static HLM_INLINE I shuffle8(I a, I by) {               \
-    return MM##_shuffle_epi8(a, by);                      \
-  }                                                       \
-  static HLM_INLINE I low8(I a, I b) {                    \
-    return MM##_unpacklo_epi8(a, b);                      \
-  }                                                       \
-  static HLM_INLINE I high8(I a, I b) {                   \
-    return MM##_unpackhi_epi8(a, b);                      \
-  }                                                       \
-  static HLM_INLINE I low16(I a, I b) {                   \
-    return MM##_unpacklo_epi16(a, b);                     \
-  }                                                       \
-  static HLM_INLINE I high16(I a, I b) {                  \
-    return MM##_unpackhi_epi16(a, b);                     \
-  }                                                       \
-  static HLM_INLINE I high32(I a, I b) {                  \
-    return MM##_unpackhi_epi32(a, b);                     \
-  }                                                       \
-  static HLM_INLINE I low64(I a, I b) {                   \
-    return MM##_unpacklo_epi64(a, b);                     \
-  }                                                       \
-  static HLM_INLINE I pack_i32(I a, I b) {                \
-    return MM##_packs_epi32(a, b);                        \
-  }                                                       \
-  static HLM_INLINE I pack_u32(I a, I b) {                \
-    return MM##_packus_epi32(a, b);                       \
-  }                                                       \
-  static HLM_INLINE I pack_u16(I a, I b) {                \
-    return MM##_packus_epi16(a, b);                       \
-  }
+// clang-format off
+#define HLM_X86_OPERATIONS(MM, SI)                                                               \
+  static HLM_INLINE F set1(float x) { return MM##_set1_ps(x); }                                  \
+  static HLM_INLINE F mul(F a, F b) { return MM##_mul_ps(a, b); }                                \
+  static HLM_INLINE F div(F a, F b) { return MM##_div_ps(a, b); }                                \
+  static HLM_INLINE F fma(F a, F b, F c) { return MM##_fmadd_ps(a, b, c); }                      \
+  static HLM_INLINE F sub(F a, F b) { return MM##_sub_ps(a, b); }                                \
+  static HLM_INLINE F sqrt(F a) { return MM##_sqrt_ps(a); }                                      \
+  static HLM_INLINE F max(F a, F b) { return MM##_max_ps(a, b); }                                \
+  static HLM_INLINE F load(const float* p) { return MM##_load_ps(p); }                           \
+  static HLM_INLINE F load_unaligned(const float* p) { return MM##_loadu_ps(p); }                \
+  static HLM_INLINE void store(float* p, F a) { MM##_store_ps(p, a); }                           \
+  static HLM_INLINE void store_unaligned(float* p, F a) { MM##_storeu_ps(p, a); }                \
+  static HLM_INLINE void stream(float* p, F a) { MM##_stream_ps(p, a); }                         \
+  static HLM_INLINE I as_int(F a) { return MM##_castps_##SI(a); }                                \
+  static HLM_INLINE F as_float(I a) { return MM##_cast##SI##_ps(a); }                            \
+  static HLM_INLINE I round_to_int(F a) { return MM##_cvtps_epi32(a); }                          \
+  static HLM_INLINE I zero() { return MM##_setzero_##SI(); }                                     \
+  static HLM_INLINE I bytes(uint8_t x) { return MM##_set1_epi8(static_cast<char>(x)); }          \
+  static HLM_INLINE I words(uint16_t x) { return MM##_set1_epi16(static_cast<short>(x)); }       \
+  static HLM_INLINE I dwords(uint32_t x) { return MM##_set1_epi32(static_cast<int>(x)); }        \
+  static HLM_INLINE I band(I a, I b) { return MM##_and_##SI(a, b); }                             \
+  static HLM_INLINE I bor(I a, I b) { return MM##_or_##SI(a, b); }                               \
+  static HLM_INLINE I bxor(I a, I b) { return MM##_xor_##SI(a, b); }                             \
+  static HLM_INLINE I add16(I a, I b) { return MM##_add_epi16(a, b); }                           \
+  static HLM_INLINE I adds_u16(I a, I b) { return MM##_adds_epu16(a, b); }                       \
+  static HLM_INLINE I add32(I a, I b) { return MM##_add_epi32(a, b); }                           \
+  static HLM_INLINE I sub32(I a, I b) { return MM##_sub_epi32(a, b); }                           \
+  static HLM_INLINE I mul32(I a, I b) { return MM##_mullo_epi32(a, b); }                         \
+  static HLM_INLINE I max_i16(I a, I b) { return MM##_max_epi16(a, b); }                         \
+  static HLM_INLINE I max_i32(I a, I b) { return MM##_max_epi32(a, b); }                         \
+  template <int kBy> static HLM_INLINE I shl16(I a) { return MM##_slli_epi16(a, kBy); }          \
+  template <int kBy> static HLM_INLINE I shr16(I a) { return MM##_srli_epi16(a, kBy); }          \
+  template <int kBy> static HLM_INLINE I sar16(I a) { return MM##_srai_epi16(a, kBy); }          \
+  template <int kBy> static HLM_INLINE I shl32(I a) { return MM##_slli_epi32(a, kBy); }          \
+  template <int kBy> static HLM_INLINE I shr32(I a) { return MM##_srli_epi32(a, kBy); }          \
+  template <int kBy> static HLM_INLINE I sar32(I a) { return MM##_srai_epi32(a, kBy); }          \
+  static HLM_INLINE I shuffle8(I a, I by) { return MM##_shuffle_epi8(a, by); }                   \
+  static HLM_INLINE I low8(I a, I b) { return MM##_unpacklo_epi8(a, b); }                        \
+  static HLM_INLINE I high8(I a, I b) { return MM##_unpackhi_epi8(a, b); }                       \
+  static HLM_INLINE I low16(I a, I b) { return MM##_unpacklo_epi16(a, b); }                      \
+  static HLM_INLINE I high16(I a, I b) { return MM##_unpackhi_epi16(a, b); }                     \
+  static HLM_INLINE I high32(I a, I b) { return MM##_unpackhi_epi32(a, b); }                     \
+  static HLM_INLINE I low64(I a, I b) { return MM##_unpacklo_epi64(a, b); }                      \
+  static HLM_INLINE I pack_i32(I a, I b) { return MM##_packs_epi32(a, b); }                      \
+  static HLM_INLINE I pack_u32(I a, I b) { return MM##_packus_epi32(a, b); }                     \
+  static HLM_INLINE I pack_u16(I a, I b) { return MM##_packus_epi16(a, b); }
+// clang-format on
 
 namespace {
 
