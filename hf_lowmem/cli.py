@@ -33,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--model", help="a model's folder, a .gguf file or a hub name; default: SmolLM2-135M-Instruct")
     demo.add_argument("--text", nargs="+", metavar="FILE", help="UTF-8 text files; default: the help texts of Python")
     demo.add_argument("--steps", type=_positive, default=32, help="optimizer steps")
+    demo.add_argument("--minutes", type=float, default=5, help="training ends then, whatever the steps")
     demo.add_argument("--batch", type=_positive, default=4, help="examples a step")
     demo.add_argument("--seq", type=_positive, default=256, help="tokens an example")
     demo.add_argument("--lr", type=float, default=1e-4, help="peak learning rate")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-HELDOUT_BLOCKS = 24  # enough for a loss with two stable decimals; more would cost a slow CPU its ten minutes
+HELDOUT_BLOCKS = 16  # enough for a loss with two stable decimals; more would cost a slow CPU its ten minutes
 # Bytes a parameter of fp32 AdamW: its two moments, and the fp32 copy that it keeps of a 16-bit weight.
 FP32_STATES, FP32_MASTER = 8.0, 4.0
 
@@ -176,7 +176,7 @@ def heldout_loss(model: PreTrainedModel, blocks: list[dict[str, torch.Tensor]], 
 
 
 def train(model: PreTrainedModel, blocks: list[dict[str, torch.Tensor]], options: argparse.Namespace) -> Any:
-    """Trains with the stock Trainer and returns it."""
+    """Trains with the stock Trainer, for ``--steps`` or until ``--minutes`` are over, and returns it."""
     import torch
     import transformers
 
@@ -195,13 +195,24 @@ def train(model: PreTrainedModel, blocks: list[dict[str, torch.Tensor]], options
         seed=options.seed,
         dataloader_pin_memory=torch.cuda.is_available(),
     )
+    end = time.monotonic() + 60 * options.minutes
+
+    class StopInTime(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop |= time.monotonic() > end
+
     trainer = transformers.Trainer(
         model=model,
         args=arguments,
         train_dataset=blocks,  # type: ignore[arg-type]  # a list of examples is a map-style dataset
         data_collator=transformers.default_data_collator,
+        callbacks=[StopInTime()],
     )
     trainer.train()
+    if trainer.state.global_step < options.steps:
+        _say(
+            f"stopped after {trainer.state.global_step} of {options.steps} steps: {options.minutes:g} minutes are over"
+        )
     return trainer
 
 

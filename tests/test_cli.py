@@ -54,6 +54,14 @@ def test_demo_trains_reports_and_saves(
         saved.parameters(), AutoModelForCausalLM.from_pretrained(model).parameters(), strict=True))  # fmt: skip
 
 
+def test_demo_ends_in_time(model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "out"
+    flags = ["--steps", 1000, "--minutes", 0, "--seq", 32, "--output", output]
+    assert demo("--model", model, "--text", text, *flags) == 0
+    assert "stopped after 1 of 1000 steps" in capsys.readouterr().out
+    assert (output / "model.safetensors").exists()
+
+
 @pytest.mark.parametrize("flag", ["--model", "--text"])
 def test_demo_refuses_a_path_that_is_not_there(
     model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str
