@@ -275,7 +275,6 @@ class LowMemMixin(_TrainerBase):
                 f"{type(self).__name__} makes its own optimizer, LowBitAdamW, and was handed {given.__name__}: leave "
                 "optimizers and optimizer_cls_and_kwargs out, or train with transformers.Trainer"
             )
-        _check_backend(self)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """See ``Trainer.train``. Raises: as ``prepare_training``, before anything has changed."""
