@@ -9,8 +9,8 @@ Formats (docs/numerics.md has the measurements behind each choice):
   exactly representable, the code chosen by stochastic rounding;
 * second moment ``v``: ``sqrt(v)`` as an unsigned tiny float (E3M1 in 4 bits, E4M4 in 8), relative to one fp32 scale
   (the block's largest) a block. Zero is no code point. The code is chosen by stochastic rounding;
-* master weight, 24 bits: the bf16 or fp16 weight, rounded to nearest, and one ``int8`` holding the rounding error in
-  units of 1/256 of the weight's last place;
+* master weight, 24 bits, rounded stochastically: the bf16 or fp16 weight nearest to it, and one ``int8`` holding the
+  rest in units of 1/256 of the weight's last place;
 * 16-bit weights without a master are rounded stochastically.
 
 The random bits are a hash of (key, block, position): they depend on no thread, no order and no machine.
@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 HALF = 64  # values that share one draw of 512 random bits; two halves make a 4-bit block
+TO_NEAREST = 128  # the constant noise that makes stochastic rounding round to nearest
 SMALLEST_SCALE = 2.0**-100  # a block whose largest magnitude is under this is written as zero
 _MASK32 = 0xFFFFFFFF
 
@@ -154,8 +155,9 @@ class Noise:
     Lane ``l`` of block ``b`` starts at ``fmix32((16 b + l) * 0x9E3779B9 + low) ^ high``, ``low`` and ``high`` being the
     key's halves and fmix32 MurmurHash3's finalizer. A draw steps all lanes once (Marsaglia 2003: 13, 17, 5) and reads
     them as 32 little-endian 16-bit words. The draws of a block are, in this order: two for each half of 64 values if
-    its weights are rounded stochastically (words 0..31, then 32..63), then for each half one for m and one for v, value
-    ``j`` of a half taking byte ``j // 32`` of word ``j % 32``.
+    its weights are 16 bits rounded stochastically (words 0..31, then 32..63), then for each half one for m and one for
+    v, value ``j`` of a half taking byte ``j // 32`` of word ``j % 32``. The extension of a 24-bit master takes the
+    exclusive or of both: as random, and independent of each.
 
     Args:
         key: see ``tensor_key``.
@@ -195,15 +197,21 @@ class Noise:
 
 
 # -- master weights ---------------------------------------------------------------------------------------------
-def split_master(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """fp32 master to (weight of ``dtype``, extension ``int8``): the nearest 24-bit value to ``x``, in two parts."""
+def split_master(x: Tensor, dtype: torch.dtype, noise: Tensor | int = TO_NEAREST) -> tuple[Tensor, Tensor]:
+    """fp32 to a 24-bit master in two parts: (weight of ``dtype``, extension ``int8``).
+
+    The weight is the master rounded to nearest, the extension what that left.
+
+    Args:
+        noise: ``int32`` in 0 .. 255, one a value; its mean rounds ``x`` to 24 bits without bias.
+    """
     bits = x.view(torch.int32)
     if dtype is torch.bfloat16:
-        y = bits + 0x80
+        y = bits + noise
         weight = ((y + 0x8000) >> 16).to(torch.int16).view(dtype)
         return weight, _signed_byte(y >> 8)
     magnitude, sign = _half_magnitude(x)
-    y = (magnitude + 0x10).clamp_max(0x7C00 << 13)
+    y = (magnitude + (noise >> 3)).clamp_max(0x7C00 << 13)
     weight = (torch.bitwise_or((y + 0x1000) >> 13, sign)).to(torch.int16).view(dtype)
     return weight, _signed_byte(y >> 5)
 

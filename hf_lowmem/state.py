@@ -22,7 +22,6 @@ from torch import Tensor
 from . import codec
 
 State = dict[str, Any]
-ROUND_TO_NEAREST = 128  # the constant "noise" that makes stochastic rounding round to nearest
 
 
 def new_state(n: int, bits: int, index: int) -> State:
@@ -123,7 +122,7 @@ def _widen(source: State, n: int, bits: int) -> State:
         return state | {"m": m.contiguous(), "v": v.contiguous()}
     form = codec.STATES[bits]
     m, root = codec.as_blocks(m, form.block), codec.as_blocks(v.sqrt(), form.block)
-    nearest = torch.full(m.shape, ROUND_TO_NEAREST, dtype=torch.int32)
+    nearest = torch.full(m.shape, codec.TO_NEAREST, dtype=torch.int32)
     state["m"], state["m_scale"] = form.encode_m(m, nearest, n)
     state["v"], state["v_scale"] = form.encode_root(root, nearest, n)
     return state

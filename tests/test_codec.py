@@ -387,3 +387,17 @@ def test_fp32_states_follow_torchs_adamw() -> None:
     assert ((v - state["exp_avg_sq"]).abs() <= 60 * unit * state["exp_avg_sq"]).all()
     # A step moves a weight by about lr; fifty of them each round in the last place of weights around one.
     assert ((weight - reference.detach()).abs() <= 50 * unit * reference.detach().abs().clamp_min(0.1)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_split_master_is_exact_in_the_mean(dtype: torch.dtype) -> None:
+    """Over all 256 values of the noise the 24-bit masters have x as their mean, to the noise's own resolution."""
+    x = torch.cat([torch.randn(2000), torch.randn(2000) * 1e-3, torch.tensor([1.0, -1.0, 0.5, 65000.0])])
+    noise = torch.arange(256, dtype=torch.int32).repeat_interleave(len(x))
+    masters = codec.join_master(*codec.split_master(x.repeat(256), dtype, noise)).double().view(256, -1)
+    step = masters.amax(0) - masters.amin(0)
+    slack = 0.0 if dtype is torch.bfloat16 else 2.0**-37  # of fp16's subnormals the 24-bit master's last 5 bits are gone
+    resolution = step / 256 if dtype is torch.bfloat16 else step / 32
+    assert torch.all((masters.mean(0) - x.double()).abs() <= resolution + slack)
+    assert torch.all(masters.amin(0) <= x.double() + slack)
+    assert torch.all(masters.amax(0) >= x.double() - slack)

@@ -258,6 +258,24 @@ def test_master_keeps_small_updates(dtype: torch.dtype, master_bits: int) -> Non
     assert (p.float() - (1 - 300 * 3e-5)).abs().max() < 2**-7
 
 
+@pytest.mark.parametrize("state_bits", [4, 8, 32])
+@pytest.mark.parametrize(("dtype", "master_bits"), [(torch.bfloat16, 16), (torch.bfloat16, 24), (torch.float16, 24)])
+def test_smallest_updates_arrive_in_the_mean(dtype: torch.dtype, master_bits: int, state_bits: int) -> None:
+    """Updates of 1e-6 on weights of 1, a fifteenth of a 24-bit master's last place: nearest would lose them all."""
+    p = nn.Parameter(torch.ones(1 << 16, dtype=dtype))
+    optimizer = LowBitAdamW([p], lr=1e-6, weight_decay=0.0, state_bits=state_bits, master_bits=master_bits)
+    for _ in range(100):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    extension = optimizer.state[p].get("extension")
+    weight = p.detach().float() if extension is None else codec.join_master(p.detach(), extension)
+    moved = (1 - weight.double()).mean().item()
+    # The mean of n values that each took 100 random steps of up to one last place.
+    last_place = 2.0**-8 if master_bits == 16 else 2.0**-16 if dtype is torch.bfloat16 else 2.0**-19
+    noise = last_place * (1e-4 / last_place) ** 0.5 / (1 << 8)
+    assert abs(moved - 1e-4) < max(5 * noise, 2e-6)
+
+
 def test_16_bits_move_in_the_mean() -> None:
     p = nn.Parameter(torch.ones(1 << 16, dtype=torch.bfloat16))
     optimizer = LowBitAdamW([p], lr=1e-4, weight_decay=0.0, master_bits=16)

@@ -64,14 +64,14 @@ HLM_INLINE float join_f16(uint16_t word, int8_t extension) {
   return bits_float(float_bits(magnitude) | (uint32_t(word & 0x8000) << 16));
 }
 
-HLM_INLINE uint16_t split_bf16(float x, int8_t& extension) {
-  const uint32_t y = float_bits(x) + 0x80u;
+HLM_INLINE uint16_t split_bf16(float x, uint16_t noise, int8_t& extension) {
+  const uint32_t y = float_bits(x) + noise;
   extension = int8_t(uint8_t(y >> 8));
   return uint16_t((y + 0x8000u) >> 16);
 }
 
-HLM_INLINE uint16_t split_f16(float x, int8_t& extension) {
-  const uint32_t y = least(half_magnitude(x) + 0x10u, kHalfInf);
+HLM_INLINE uint16_t split_f16(float x, uint16_t noise, int8_t& extension) {
+  const uint32_t y = least(half_magnitude(x) + (noise >> 3), kHalfInf);
   extension = int8_t(uint8_t(y >> 5));
   return uint16_t(((y + 0x1000u) >> 13) | half_sign(x));
 }
@@ -143,9 +143,9 @@ inline void write_weight(const hlm_adam_tensor& t, int64_t at, int n, const floa
   if (t.extension) {
     int8_t* extension = t.extension + at;
     if (t.weight_dtype == HLM_BF16) {
-      for (int i = 0; i < n; i++) words[i] = split_bf16(in[i], extension[i]);
+      for (int i = 0; i < n; i++) words[i] = split_bf16(in[i], noise[i], extension[i]);
     } else {
-      for (int i = 0; i < n; i++) words[i] = split_f16(in[i], extension[i]);
+      for (int i = 0; i < n; i++) words[i] = split_f16(in[i], noise[i], extension[i]);
     }
   } else if (t.weight_dtype == HLM_BF16) {
     for (int i = 0; i < n; i++) words[i] = stochastic_bf16(in[i], noise[i]);
@@ -153,6 +153,21 @@ inline void write_weight(const hlm_adam_tensor& t, int64_t at, int n, const floa
     for (int i = 0; i < n; i++) words[i] = stochastic_f16(in[i], noise[i]);
   }
   memcpy(static_cast<uint16_t*>(t.weight) + at, words, n * sizeof(uint16_t));
+}
+
+// The random bits of a block's extensions: the bytes of its m and v draws, combined.
+template <class G, int kBlock>
+void extension_noise(typename G::Lanes lanes, uint16_t* out) {
+  uint16_t m[kHalf / 2], v[kHalf / 2];
+  for (int at = 0; at < kBlock; at += kHalf) {
+    G::store_draw(m, G::draw(lanes));
+    G::store_draw(v, G::draw(lanes));
+    for (int i = 0; i < kHalf / 2; i++) {
+      const unsigned both = m[i] ^ v[i];
+      out[at + i] = uint16_t(both & 255);
+      out[at + i + kHalf / 2] = uint16_t(both >> 8);
+    }
+  }
 }
 
 // Steps blocks of any types; the last one may be cut short by the tensor's end.
@@ -179,6 +194,8 @@ int64_t step_any_blocks(const hlm_adam_tensor& t, int64_t first, int64_t last) {
     auto lanes = G::seed(t.key, t.start / kBlock + b);
     if (stochastic) {
       for (int i = 0; i < kBlock; i += 32) G::store_draw(noise + i, G::draw(lanes));
+    } else if (t.extension) {
+      extension_noise<G, kBlock>(lanes, noise);
     }
     BlockData data = {};
     data.weight = weight;

@@ -36,7 +36,10 @@ class AdamBlocks {
   using Fmt = Format<kBits>;
   using Subs = std::make_integer_sequence<int, kHalf / G::kGroup>;
   static constexpr int kBlock = Fmt::kBlock;
+  static constexpr int kHalves = kBlock / kHalf;
   static constexpr bool kCoded = kBits != 32;
+  // The extension is rounded by the same draws as the moments, and is written before these are encoded: kept till then.
+  static constexpr bool kExtended = kWeight == Weight::kBf16Extended;
   // With nothing but floats about, any order of the values will do, and the fastest one is taken.
   static constexpr bool kPlain = !kCoded && kWeight == Weight::kF32 && kGrad == Grad::kF32;
 
@@ -54,6 +57,7 @@ class AdamBlocks {
       memset(m_[1], 0, sizeof m_[1]);
       memset(root_[1], 0, sizeof root_[1]);
       pending_ = {dummy_, dummy_, G::set1(0.0f), G::set1(0.0f), G::seed(0, 0)};
+      if constexpr (kExtended) memset(draws_[1], 0, sizeof draws_[1]);
     }
   }
 
@@ -90,6 +94,10 @@ class AdamBlocks {
     Lanes lanes;
   };
 
+  struct Draws {
+    Draw m, v;
+  };
+
   template <bool kUpdate>
   HLM_INLINE void every_half() {
     if (kBits == 4) {
@@ -103,43 +111,63 @@ class AdamBlocks {
   // kNibble: which nibble of a byte holds this half's codes.
   template <bool kUpdate, int kNibble, int... kSub>
   HLM_INLINE void one_half(int at, std::integer_sequence<int, kSub...>) {
-    if (kCoded) {
+    if constexpr (kCoded && !kExtended) {
       m_draw_ = G::draw(pending_.lanes);
       v_draw_ = G::draw(pending_.lanes);
+    } else if constexpr (kCoded) {
+      const Draws& kept = draws_[now_ ^ 1][at / kHalf];
+      m_draw_ = kept.m;
+      v_draw_ = kept.v;
+    }
+    if constexpr (kUpdate && kExtended) {
+      Draws& draws = draws_[now_][at / kHalf];
+      draws.m = G::draw(lanes_);
+      draws.v = G::draw(lanes_);
+      w_draw_ = G::combine(draws.m, draws.v);
     }
     (group<kUpdate, kNibble, kSub>(at + kSub * G::kGroup), ...);
   }
 
+  // Square roots and quotients take a processor's divider most of its time. Other work of about the same length, the
+  // encoding of the last block, is put between them in the program: the divider's queue is short.
   template <bool kUpdate, int kNibble, int kSub>
   HLM_INLINE void group(int at) {
-    if constexpr (kCoded) encode<kNibble, kSub>(at);
-    if constexpr (kUpdate) update<kNibble, kSub>(at);
+    F4 m, root, ratio;
+    if constexpr (kUpdate) update_moments<kNibble>(at, m, root);
+    if constexpr (kCoded) encode_m<kNibble, kSub>(at);
+    if constexpr (kUpdate) {
+      for (int k = 0; k < 4; k++) ratio.v[k] = G::div(m.v[k], G::fma(root_correction_, root.v[k], eps_));
+    }
+    if constexpr (kCoded) encode_root<kNibble, kSub>(at);
+    if constexpr (kUpdate) {
+      F4 w = load_weight(at);
+      for (int k = 0; k < 4; k++) w.v[k] = G::fma(step_size_, ratio.v[k], G::mul(w.v[k], decay_));
+      store_weight<kSub>(at, w);
+    }
   }
 
-  template <int kNibble, int kSub>
-  HLM_INLINE void update(int at) {
+  template <int kNibble>
+  HLM_INLINE void update_moments(int at, F4& m, F4& root) {
     const F4 g = load_grad(at);
-    F4 w = load_weight(at), m, v;
+    F4 v;
     load_moments<kNibble>(at, m, v);
     for (int k = 0; k < 4; k++) {
       const F h = G::mul(g.v[k], c_h_);
       m.v[k] = G::fma(c_m_, g.v[k], G::mul(m.v[k], m_unit_));
       v.v[k] = G::fma(h, h, G::mul(v.v[k], v_unit_));
+      root.v[k] = G::sqrt(v.v[k]);
     }
-    if constexpr (!kCoded) store_floats(data_.m, at, m);
-    if constexpr (!kCoded) store_floats(data_.v, at, v);
-    for (int k = 0; k < 4; k++) {
-      const F root = G::sqrt(v.v[k]);
-      if constexpr (kCoded) {
+    if constexpr (kCoded) {
+      for (int k = 0; k < 4; k++) {
         max_m_ = G::max(max_m_, G::abs(m.v[k]));
-        max_root_ = G::max(max_root_, root);
+        max_root_ = G::max(max_root_, root.v[k]);
         G::store(&m_[now_][at + k * (G::kGroup / 4)], m.v[k]);
-        G::store(&root_[now_][at + k * (G::kGroup / 4)], root);
+        G::store(&root_[now_][at + k * (G::kGroup / 4)], root.v[k]);
       }
-      const F ratio = G::div(m.v[k], G::fma(root_correction_, root, eps_));
-      w.v[k] = G::fma(step_size_, ratio, G::mul(w.v[k], decay_));
+    } else {
+      store_floats(data_.m, at, m);
+      store_floats(data_.v, at, v);
     }
-    store_weight<kSub>(at, w);
   }
 
   // Takes the block's largest magnitudes for its scales and leaves it to be encoded.
@@ -157,25 +185,35 @@ class AdamBlocks {
 
   // Both moments' codes are rounded stochastically in fixed point with 8 fractional bits.
   template <int kNibble, int kSub>
-  HLM_INLINE void encode(int at) {
-    const float *m_from = m_[now_ ^ 1] + at, *root_from = root_[now_ ^ 1] + at;
-    F4 m, root;
-    for (int k = 0; k < 4; k++) {
-      m.v[k] = G::mul(G::load(m_from + k * (G::kGroup / 4)), pending_.m_inverse);
-      root.v[k] = G::mul(G::load(root_from + k * (G::kGroup / 4)), pending_.root_inverse);
-    }
-    const B m_code = G::encode_m(m, G::template noise_bytes<kSub>(m_draw_));
-    const B v_code = G::template encode_root<Fmt::kMantissa>(root, G::template noise_bytes<kSub>(v_draw_));
+  HLM_INLINE void encode_m(int at) {
+    const F4 m = scaled(m_[now_ ^ 1] + at, pending_.m_inverse);
+    store_codes<kNibble, 1 << (kBits - 1)>(pending_.m, low_m_, at,
+                                           G::encode_m(m, G::template noise_bytes<kSub>(m_draw_)));
+  }
+  template <int kNibble, int kSub>
+  HLM_INLINE void encode_root(int at) {
+    const F4 root = scaled(root_[now_ ^ 1] + at, pending_.root_inverse);
+    store_codes<kNibble, 0>(pending_.v, low_v_, at,
+                            G::template encode_root<Fmt::kMantissa>(root, G::template noise_bytes<kSub>(v_draw_)));
+  }
+
+  static HLM_INLINE F4 scaled(const float* from, F factor) {
+    F4 out;
+    for (int k = 0; k < 4; k++) out.v[k] = G::mul(G::load(from + k * (G::kGroup / 4)), factor);
+    return out;
+  }
+
+  // kFlip: the codes' sign bit where they are signed, for they are stored with an offset. Low nibbles wait in `low` for
+  // the high ones.
+  template <int kNibble, int kFlip>
+  static HLM_INLINE void store_codes(uint8_t* to, uint8_t* low, int at, B codes) {
     if constexpr (kBits == 8) {
-      G::store_bytes(pending_.m + at, G::flip(m_code, 0x80));
-      G::store_bytes(pending_.v + at, v_code);
-    } else if constexpr (kNibble == 0) {  // waits for the other half
-      G::store_bytes(low_m_ + at, m_code);
-      G::store_bytes(low_v_ + at, v_code);
+      G::store_bytes(to + at, kFlip ? G::flip(codes, kFlip) : codes);
+    } else if constexpr (kNibble == 0) {
+      G::store_bytes(low + at, codes);
     } else {
-      const int byte = at - kHalf;
-      G::store_bytes(pending_.m + byte, G::flip(G::merge_nibbles(G::load_bytes(low_m_ + byte), m_code), 0x88));
-      G::store_bytes(pending_.v + byte, G::merge_nibbles(G::load_bytes(low_v_ + byte), v_code));
+      const B both = G::merge_nibbles(G::load_bytes(low + at - kHalf), codes);
+      G::store_bytes(to + at - kHalf, kFlip ? G::flip(both, kFlip * 0x11) : both);
     }
   }
 
@@ -228,7 +266,7 @@ class AdamBlocks {
       return load_floats(data_.weight, at);
     } else {
       const W2 words = G::load_words(static_cast<uint16_t*>(data_.weight) + at);
-      if constexpr (kWeight == Weight::kBf16Extended) {
+      if constexpr (kExtended) {
         return G::join_bf16(words, G::load_bytes(data_.extension + at));
       } else {
         return G::widen_bf16(words);
@@ -242,9 +280,9 @@ class AdamBlocks {
       store_floats(data_.weight, at, w);
     } else {
       uint16_t* to = static_cast<uint16_t*>(data_.weight) + at;
-      if constexpr (kWeight == Weight::kBf16Extended) {
+      if constexpr (kExtended) {
         B extension;
-        G::store_words(to, G::split_bf16(w, extension));
+        G::store_words(to, G::split_bf16(w, G::template noise_bytes<kSub>(w_draw_), extension));
         G::store_bytes(data_.extension + at, extension);
       } else {
         G::store_words(to, G::round_bf16(w, G::template noise_words<kSub>(lanes_, w_draw_)));
@@ -259,6 +297,7 @@ class AdamBlocks {
   F m_unit_, v_unit_, max_m_, max_root_;
   Pending pending_;
   Draw m_draw_, v_draw_, w_draw_;
+  Draws draws_[2][kExtended ? kHalves : 1];
   int now_ = 0;  // which of the buffers below the block that is updated fills; the other is being encoded
   alignas(64) float m_[2][kCoded ? kBlock : 1];
   alignas(64) float root_[2][kCoded ? kBlock : 1];

@@ -69,11 +69,12 @@ struct Neon {
     return floats(low[0], low[1], a.v[0], a.v[1]);
   }
 
-  // With both roundings added at once the extension's byte comes out with its sign bit flipped.
-  static HLM_INLINE W2 split_bf16(F4 a, B& extension) {
+  // With the extension's noise and the weight's rounding added at once the extension's byte comes out with its sign bit
+  // flipped.
+  static HLM_INLINE W2 split_bf16(F4 a, W2 noise, B& extension) {
+    for (uint16x8_t& words : noise.v) words = vorrq_u16(words, vdupq_n_u16(0x8000));
     uint16x8_t y[4];
-    for (int k = 0; k < 4; k++)
-      y[k] = vreinterpretq_u16_u32(vaddq_u32(vreinterpretq_u32_f32(a.v[k]), vdupq_n_u32(0x8080)));
+    add_words(a, noise, y);
     const uint8x16_t low0 = vreinterpretq_u8_u16(vuzp1q_u16(y[0], y[1]));
     const uint8x16_t low1 = vreinterpretq_u8_u16(vuzp1q_u16(y[2], y[3]));
     extension = flip(vuzp2q_u8(low0, low1), 0x80);
@@ -82,11 +83,7 @@ struct Neon {
 
   static HLM_INLINE W2 round_bf16(F4 a, W2 noise) {
     uint16x8_t y[4];
-    for (int k = 0; k < 4; k++) {
-      const uint16x8_t words = noise.v[k / 2];
-      const uint32x4_t by = k % 2 ? vmovl_high_u16(words) : vmovl_u16(vget_low_u16(words));
-      y[k] = vreinterpretq_u16_u32(vaddq_u32(vreinterpretq_u32_f32(a.v[k]), by));
-    }
+    add_words(a, noise, y);
     return {{vuzp2q_u16(y[0], y[1]), vuzp2q_u16(y[2], y[3])}};
   }
 
@@ -177,6 +174,10 @@ struct Neon {
     }
     return lanes;
   }
+  static HLM_INLINE Draw combine(Draw a, const Draw& b) {
+    for (int i = 0; i < 4; i++) a.v[i] = veorq_u32(a.v[i], b.v[i]);
+    return a;
+  }
   static HLM_INLINE void store_draw(uint16_t* p, Draw draw) {
     for (int i = 0; i < 4; i++) store_bytes(p + 8 * i, vreinterpretq_u8_u32(draw.v[i]));
   }
@@ -202,6 +203,14 @@ struct Neon {
   static HLM_INLINE F4 floats(uint16x8_t low0, uint16x8_t low1, uint16x8_t high0, uint16x8_t high1) {
     return {{vreinterpretq_f32_u16(vzip1q_u16(low0, high0)), vreinterpretq_f32_u16(vzip2q_u16(low0, high0)),
              vreinterpretq_f32_u16(vzip1q_u16(low1, high1)), vreinterpretq_f32_u16(vzip2q_u16(low1, high1))}};
+  }
+  // The floats' bits plus the words.
+  static HLM_INLINE void add_words(F4 a, W2 words, uint16x8_t (&out)[4]) {
+    for (int k = 0; k < 4; k++) {
+      const uint16x8_t two = words.v[k / 2];
+      const uint32x4_t by = k % 2 ? vmovl_high_u16(two) : vmovl_u16(vget_low_u16(two));
+      out[k] = vreinterpretq_u16_u32(vaddq_u32(vreinterpretq_u32_f32(a.v[k]), by));
+    }
   }
   static HLM_INLINE B high_bytes(uint16x8_t a, uint16x8_t b) {
     return vuzp2q_u8(vreinterpretq_u8_u16(a), vreinterpretq_u8_u16(b));

@@ -89,21 +89,22 @@ struct X86 : V {
     return floats(low[0], low[1], a.v[0], a.v[1]);
   }
 
-  // With both roundings added at once the extension's byte comes out with its sign bit flipped.
-  static HLM_INLINE W2 split_bf16(F4 a, B& extension) {
+  // With the extension's noise and the weight's rounding added at once the extension's byte comes out with its sign bit
+  // flipped.
+  static HLM_INLINE W2 split_bf16(F4 a, W2 noise, B& extension) {
     const I order = V::lanes16({2, 3, 6, 7, 10, 11, 14, 15, 1, 5, 9, 13, 1, 5, 9, 13});
+    for (I& words : noise.v) words = V::bor(words, V::words(0x8000));
     I x[4];  // of a lane: four words, four extensions, and these again
-    for (int k = 0; k < 4; k++) x[k] = V::shuffle8(V::add32(V::as_int(a.v[k]), V::dwords(0x8080)), order);
+    widen(noise, x);
+    for (int k = 0; k < 4; k++) x[k] = V::shuffle8(V::add32(V::as_int(a.v[k]), x[k]), order);
     extension = flip(V::low64(V::high32(x[0], x[1]), V::high32(x[2], x[3])), 0x80);
     return {{V::low64(x[0], x[1]), V::low64(x[2], x[3])}};
   }
 
   static HLM_INLINE W2 round_bf16(F4 a, W2 noise) {
-    const I zero = V::zero();
-    const I by[4] = {V::low16(noise.v[0], zero), V::high16(noise.v[0], zero), V::low16(noise.v[1], zero),
-                     V::high16(noise.v[1], zero)};
     I x[4];
-    for (int k = 0; k < 4; k++) x[k] = V::template shr32<16>(V::add32(V::as_int(a.v[k]), by[k]));
+    widen(noise, x);
+    for (int k = 0; k < 4; k++) x[k] = V::template shr32<16>(V::add32(V::as_int(a.v[k]), x[k]));
     return {{V::pack_u32(x[0], x[1]), V::pack_u32(x[2], x[3])}};
   }
 
@@ -184,6 +185,10 @@ struct X86 : V {
     }
     return lanes;
   }
+  static HLM_INLINE Lanes combine(Lanes a, const Lanes& b) {
+    for (int i = 0; i < int(sizeof a / sizeof a.v[0]); i++) a.v[i] = V::bxor(a.v[i], b.v[i]);
+    return a;
+  }
   template <int kSub>
   static HLM_INLINE W2 noise_words(Lanes& lanes, Lanes&) {
     return V::next_words([&] { return draw(lanes); });
@@ -194,6 +199,13 @@ struct X86 : V {
   static HLM_INLINE F4 floats(I low0, I low1, I high0, I high1) {
     return {{V::as_float(V::low16(low0, high0)), V::as_float(V::high16(low0, high0)),
              V::as_float(V::low16(low1, high1)), V::as_float(V::high16(low1, high1))}};
+  }
+  // Words to 32 bits, in the order of floats.
+  static HLM_INLINE void widen(W2 a, I (&out)[4]) {
+    for (int i = 0; i < 2; i++) {
+      out[2 * i] = V::low16(a.v[i], V::zero());
+      out[2 * i + 1] = V::high16(a.v[i], V::zero());
+    }
   }
   static HLM_INLINE B high_bytes(I a, I b) { return V::pack_u16(V::template shr16<8>(a), V::template shr16<8>(b)); }
 };

@@ -159,6 +159,9 @@ def _chunk_step(t: AdamTensor, start: int, n: int) -> int:
     noise = codec.Noise(t.key, len(bad), grad.device, first=t.start // block + blocks.start)
     stochastic = weight.dtype is not torch.float32 and t.extension is None
     words = noise.weight_words(block // codec.HALF) if stochastic else None
+    m_noise, v_noise = noise.moment_bytes(block // codec.HALF)
+    if t.extension is not None:
+        words = m_noise ^ v_noise
 
     m, v = _moments(t, part, blocks, codec.as_blocks(grad.float(), block))
     root = v.double().sqrt().float()  # torch's fp32 sqrt may be off by one in the last place, its fp64 one does no harm
@@ -175,7 +178,6 @@ def _chunk_step(t: AdamTensor, start: int, n: int) -> int:
         return int(bad.sum())
     assert t.m_scale is not None
     assert t.v_scale is not None
-    m_noise, v_noise = noise.moment_bytes(block // codec.HALF)
     for data, scales, (codes, scale) in (
         (t.m, t.m_scale, state.encode_m(m, m_noise, n)),
         (t.v, t.v_scale, state.encode_root(root, v_noise, n)),
@@ -217,7 +219,8 @@ def _read_weight(t: AdamTensor, part: slice) -> Tensor:
 def _write_weight(t: AdamTensor, part: slice, new: Tensor, keep: Tensor, words: Tensor | None) -> None:
     weight = t.weight[part]
     if t.extension is not None:
-        value, extension = codec.split_master(new, weight.dtype)
+        assert words is not None
+        value, extension = codec.split_master(new, weight.dtype, words)
         t.extension[part] = torch.where(keep, t.extension[part], extension)
     elif words is not None:
         value = codec.round_stochastic(new, weight.dtype, words)
