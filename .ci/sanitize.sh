@@ -7,7 +7,8 @@ cd "$(dirname "$0")/.."
 CXX=${CXX:-$(command -v clang++ || command -v g++ || command -v c++)}
 OUT=$(mktemp -d)
 trap 'rm -rf "$OUT"' EXIT
-FLAGS=(-O1 -g -std=c++17 -ffp-contract=off -fno-omit-frame-pointer)
+# Unoptimized: what is force-inlined makes functions so large that optimizing instrumented code takes minutes.
+FLAGS=(-O0 -g -std=c++17 -ffp-contract=off -fno-omit-frame-pointer)
 FLAGS+=(-fsanitize=address,undefined -fno-sanitize-recover=all)
 
 compile() { # FILE FLAGS...
