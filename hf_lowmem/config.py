@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -66,6 +67,26 @@ def parse_bytes(size: str | int, name: str = "size") -> int:
     return nbytes
 
 
+def _takes_shared_fields(cls: type) -> type:
+    """Lets a dataclass be made with fields that HfArgumentParser must not see, because TrainingArguments has them too.
+
+    argparse refuses two options of one name, and the parser makes an option of every field of ``__init__``. So these
+    have ``init=False``, and here ``__init__`` learns to take them all the same.
+    """
+    shared = [f.name for f in dataclasses.fields(cls) if not f.init]
+    generated = cls.__init__  # type: ignore[misc]
+
+    @functools.wraps(generated)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in shared:
+            setattr(self, name, kwargs.pop(name, getattr(cls, name)))
+        generated(self, *args, **kwargs)
+
+    cls.__init__ = __init__  # type: ignore[misc]
+    return cls
+
+
+@_takes_shared_fields
 @dataclass
 class LowMemConfig:
     """Settings of the optimizer whose states live in host memory in few bits.
@@ -77,7 +98,8 @@ class LowMemConfig:
             parameter holds what 16 bits round away. 16: none, stochastic rounding instead. 32: a fp32 copy of
             the weight, two more bytes than 24. fp32 weights are their own master.
         threads: worker threads of the update. None: the physical cores less one; OMP_NUM_THREADS plays no part.
-        seed: of the random rounding. Equal seeds give equal bits, whatever the machine and the number of threads.
+        seed: of the random rounding. Equal seeds give equal bits, whatever the machine and the number of threads. None:
+            ``TrainingArguments.seed``, or 0 where there is none.
         staging_memory: host memory through which gradients and weights of a GPU pass, such as ``"512MB"`` or
             ``"1GiB"``; a number is bytes. Unused where the parameters rest in host memory.
         max_skipped_steps: this many steps in a row with a NaN or infinite gradient, each of them skipped and
@@ -86,8 +108,9 @@ class LowMemConfig:
     Raises:
         ValueError: a value is not one of these; the message says what to write.
 
-    On one command line with ``TrainingArguments`` write ``--optim_args "seed=1"``: both classes have a ``--seed``, and
-    argparse refuses two options of one name.
+    ``HfArgumentParser`` makes no option of ``seed``: on a command line, ``--seed`` is ``TrainingArguments``' own, which
+    this class follows; ``--optim_args "seed=1"`` sets another one. Use ``replaced``, not ``dataclasses.replace``, which
+    drops such fields.
     """
 
     state_bits: int = field(default=4, metadata={"help": "Bits of each AdamW moment: 4, 8 or 32."})
@@ -95,7 +118,7 @@ class LowMemConfig:
     threads: int | None = field(
         default=None, metadata={"help": "Threads of the update; default: physical cores less one."}
     )
-    seed: int = field(default=0, metadata={"help": "Seed of the random rounding."})
+    seed: int | None = field(default=None, init=False, metadata={"help": "Seed of the random rounding."})
     staging_memory: str = field(default="512MB", metadata={"help": "Host memory for transfers, such as 512MB or 1GiB."})
     max_skipped_steps: int = field(default=10, metadata={"help": "Skipped steps in a row that end the training."})
 
@@ -104,7 +127,8 @@ class LowMemConfig:
         self._check_choice("master_bits", (16, 24, 32), "24 is the default, 16 has no master")
         if self.threads is not None:
             self._check_integer("threads", 1, None, "leave it out for the physical cores less one")
-        self._check_integer("seed", 0, 2**63 - 1, "0 is the default")
+        if self.seed is not None:
+            self._check_integer("seed", 0, 2**63 - 1, "leave it out for that of TrainingArguments")
         self._check_integer("max_skipped_steps", 1, None, "1 ends the training at the first skipped step")
         parse_bytes(self.staging_memory, "staging_memory")
 
@@ -126,9 +150,19 @@ class LowMemConfig:
         """``staging_memory`` in bytes."""
         return parse_bytes(self.staging_memory, "staging_memory")
 
+    def replaced(self, **changes: Any) -> LowMemConfig:
+        """A copy with some fields changed."""
+        return type(self).from_dict({**self.to_dict(), **changes})
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings, for JSON or YAML; ``from_dict`` reads them back."""
-        return dataclasses.asdict(self)
+        """Plain numbers and strings, for JSON or YAML; ``from_dict`` reads them back.
+
+        ``seed`` only where it is set: ``HfArgumentParser`` refuses a file that has it but no ``TrainingArguments``.
+        """
+        settings = dataclasses.asdict(self)
+        if settings["seed"] is None:
+            del settings["seed"]
+        return settings
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> LowMemConfig:
@@ -188,7 +222,7 @@ def merge(lowmem: LowMemConfig | Mapping[str, Any] | None, optim: str | None, op
         given: dict[str, Any] = {}
     elif isinstance(lowmem, LowMemConfig):
         default = LowMemConfig().to_dict()
-        given = {key: value for key, value in lowmem.to_dict().items() if value != default[key]}
+        given = {key: value for key, value in lowmem.to_dict().items() if value != default.get(key)}
     else:
         LowMemConfig.from_dict(lowmem)
         given = dict(lowmem)
@@ -227,7 +261,7 @@ def _value(key: str, value: Any) -> Any:
         raise ValueError(f"optim_args has the unknown key {key!r}{_meant(key)}: the keys are {_listed()}")
     if not isinstance(value, str) or key == "staging_memory":
         return value
-    if key == "threads" and value.lower() == "none":
+    if key in ("threads", "seed") and value.lower() == "none":
         return None
     try:
         return int(value)

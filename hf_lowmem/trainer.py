@@ -68,7 +68,8 @@ def create_optimizer(
     check_model(model)
     adam.update(overrides)
     decay = adam.pop("weight_decay")
-    return LowBitAdamW(_decay_groups(model, decay), **adam, **_state_settings(config, model))
+    args = args_or_config if isinstance(args_or_config, TrainingArguments) else None
+    return LowBitAdamW(_decay_groups(model, decay), **adam, **_state_settings(config, model, args))
 
 
 def stock_optimizer(args: TrainingArguments, model: nn.Module | None) -> tuple[type[LowBitAdamW], dict[str, Any]]:
@@ -77,20 +78,23 @@ def stock_optimizer(args: TrainingArguments, model: nn.Module | None) -> tuple[t
     Without a model no parameter gets a width of its own: only tensors under 4,096 values keep 32 bits.
     """
     config = LowMemConfig.from_optim_args(args.optim, args.optim_args)
-    return LowBitAdamW, {**_adam_settings(args), **_state_settings(config, model)}
+    return LowBitAdamW, {**_adam_settings(args), **_state_settings(config, model, args)}
 
 
 def _adam_settings(args: TrainingArguments) -> dict[str, Any]:
     return {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
 
 
-def _state_settings(config: LowMemConfig, model: nn.Module | None) -> dict[str, Any]:
+def _state_settings(
+    config: LowMemConfig, model: nn.Module | None, args: TrainingArguments | None = None
+) -> dict[str, Any]:
+    seed = config.seed if config.seed is not None else args.seed if args is not None else 0
     return {
         "state_bits": config.state_bits,
         "master_bits": config.master_bits,
         "param_bits": None if model is None else param_bits(model, config.state_bits),
         "threads": config.threads,
-        "seed": config.seed,
+        "seed": seed,
         "staging_bytes": config.staging_bytes,
         "check_finite": True,
         "max_skipped_steps": config.max_skipped_steps,
@@ -286,7 +290,7 @@ class LowMemMixin(_TrainerBase):
         if self.optimizer is None:
             target: Any = self.model if model is None else model
             check_model(target)
-            kwargs = {**_adam_settings(self.args), **_state_settings(self.lowmem, target)}
+            kwargs = {**_adam_settings(self.args), **_state_settings(self.lowmem, target, self.args)}
             self.optimizer_cls_and_kwargs = (LowBitAdamW, kwargs)
         return super().create_optimizer(model)
 

@@ -396,7 +396,7 @@ def test_split_master_is_exact_in_the_mean(dtype: torch.dtype) -> None:
     noise = torch.arange(256, dtype=torch.int32).repeat_interleave(len(x))
     masters = codec.join_master(*codec.split_master(x.repeat(256), dtype, noise)).double().view(256, -1)
     step = masters.amax(0) - masters.amin(0)
-    slack = 0.0 if dtype is torch.bfloat16 else 2.0**-37  # of fp16's subnormals the 24-bit master's last 5 bits are gone
+    slack = 0.0 if dtype is torch.bfloat16 else 2.0**-37  # of an fp16 subnormal the last bits are gone
     resolution = step / 256 if dtype is torch.bfloat16 else step / 32
     assert torch.all((masters.mean(0) - x.double()).abs() <= resolution + slack)
     assert torch.all(masters.amin(0) <= x.double() + slack)

@@ -163,13 +163,22 @@ def test_command_line_yaml_and_json(tmp_path):
     assert parser(LowMemConfig).parse_yaml_file(str(tmp_path / "a.yaml")) == (wanted,)
 
 
-def test_one_command_line_with_training_arguments_is_refused_by_argparse():
-    """Both have --seed. It must not become a silent mix-up of the two seeds."""
+def test_one_command_line_with_training_arguments(tmp_path):
+    """Both have a seed: the option is TrainingArguments', and ours follows."""
     transformers = pytest.importorskip("transformers")
-    import argparse
+    parser = transformers.HfArgumentParser((transformers.TrainingArguments, LowMemConfig))
+    argv = ["--output_dir", str(tmp_path), "--seed", "5", "--threads", "2"]
+    args, config = parser.parse_args_into_dataclasses(argv)
+    assert (args.seed, config.seed, config.threads) == (5, None, 2)
+    args, config = parser.parse_dict({"output_dir": str(tmp_path), "seed": 5, "threads": 2})
+    assert (args.seed, config.seed, config.threads) == (5, None, 2)
 
-    with pytest.raises(argparse.ArgumentError, match="conflicting option string: --seed"):
-        transformers.HfArgumentParser((transformers.TrainingArguments, LowMemConfig))
+
+def test_replaced_keeps_the_seed():
+    config = LowMemConfig(seed=7, threads=2)
+    assert config.replaced(threads=3) == LowMemConfig(seed=7, threads=3)
+    assert config != config.replaced(seed=8)
+    assert "seed=7" in repr(config)
 
 
 def test_version():
