@@ -32,7 +32,7 @@ LIBRARY = Path("hf_lowmem") / "kernels" / f"_core{SUFFIX}"
 # Fused multiply-adds only where they are written: the bits are the same on every machine. That nobody reads errno or
 # the floating-point exceptions changes no bits and lets loops be vectorised.
 GNU_FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
-GNU_FLAGS += ["-fno-trapping-math"]
+GNU_FLAGS += ["-fno-trapping-math", "-fno-exceptions", "-fno-rtti"]
 LINK_FLAGS = {"linux": ["-Wl,--as-needed", "-Wl,-s"], "win32": ["-static"]}  # the core needs the C library alone
 MSVC_FLAGS = ["/nologo", "/O2", "/std:c++17", "/fp:precise", "/GS-", "/MT"]
 AVX2 = {"gnu": ["-mavx2", "-mfma"], "msvc": ["/arch:AVX2"]}
