@@ -41,8 +41,10 @@ class Finetune:
             extra["quantization_config"] = GgufConfig(gguf_file=source.gguf_file, dequantize=True)
         loaded = AutoModelForCausalLM.from_pretrained(source.name, dtype=torch.float32, **extra).to(device)
         self.origin, self.device = source.origin, device
-        self.start = {name: p.detach().clone() for name, p in loaded.named_parameters()}
         self.model: nn.Module = loaded.to(torch.bfloat16)
+        # Every recipe starts from what a bf16 checkpoint holds: at small learning rates it matters where between two
+        # bf16 values a master starts.
+        self.start = {name: p.detach().float() for name, p in loaded.named_parameters()}
         self.params = dict(self.model.named_parameters())
         self.train, self.heldout = (x.to(device) for x in _tokens(tokenizer))
 

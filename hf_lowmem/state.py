@@ -66,14 +66,14 @@ def load_state(saved: Mapping[str, Any], n: int, bits: int, master: int | None, 
     if missing:
         raise ValueError(
             f"optimizer state of {name} lacks {', '.join(sorted(missing))}: it was not written by LowBitAdamW or "
-            "torch.optim.AdamW. Remove the optimizer state to start with a fresh one."
+            "torch.optim.AdamW. To start with a fresh optimizer, load the weights alone."
         )
     _check(source, n, name)
     if source["bits"] > bits:
         raise ValueError(
             f"optimizer state of {name} was saved with {source['bits']} bits and {bits} are asked for: converting down "
             f'loses information. Resume with state_bits={source["bits"]} (optim="cpu_adam{source["bits"]}bit"), or '
-            "remove the optimizer state to start with a fresh one."
+            "load the weights alone to start with a fresh optimizer."
         )
     state = _widen(source, n, bits)
     state["index"] = int(source.get("index", index))
@@ -141,7 +141,8 @@ def _load_master(source: State, state: State, wanted: int | None, name: str) -> 
     if saved > wanted:
         raise ValueError(
             f"optimizer state of {name} was saved with a {saved}-bit master and master_bits={wanted} is asked for: "
-            f"converting down loses information. Resume with master_bits={saved}, or remove the optimizer state."
+            f"converting down loses information. Resume with master_bits={saved}, or load the weights alone "
+            "to start with a fresh optimizer."
         )
     key = {32: "master", 24: "extension"}.get(saved)
     if key:
