@@ -5,8 +5,8 @@ equals bit for bit. Nothing here keeps state.
 
 Formats (docs/numerics.md has the measurements behind each choice):
 
-* first moment ``m``: symmetric integers, ``m = code * scale / levels`` with one fp32 scale (the absmax) a block, zero
-  exactly representable, the code chosen by stochastic rounding;
+* first moment ``m``: symmetric integers, ``m = code * scale / levels`` with one fp32 scale (the absmax) a block, the
+  code chosen by stochastic rounding; zero is a code, and stays zero;
 * second moment ``v``: ``sqrt(v)`` as an unsigned tiny float (E3M1 in 4 bits, E4M4 in 8), relative to one fp32 scale
   (the block's largest) a block. Zero is no code point. The code is chosen by stochastic rounding;
 * master weight, 24 bits, rounded stochastically: the bf16 or fp16 weight nearest to it, and one ``int8`` holding the
@@ -73,27 +73,35 @@ class StateCodec:
         low, high = codes.view(-1, 2, HALF).unbind(1)
         return (low | (high << 4)).to(torch.uint8).flatten()
 
-    def unpack(self, data: Tensor, n: int) -> Tensor:
-        """``uint8[nbytes(n)]`` to ``int32[blocks, block]``; what pads the last block reads as zero bits."""
+    def unpack(self, data: Tensor, n: int, padding: int = 0) -> Tensor:
+        """``uint8[nbytes(n)]`` to ``int32[blocks, block]``; ``padding`` fills an 8-bit tensor's last block."""
         codes = data.to(torch.int32)
         if self.bits == 8:
-            return as_blocks(codes, self.block)
+            return F.pad(codes, (0, -n % self.block), value=padding).view(-1, self.block)
         codes = codes.view(-1, HALF)
         return torch.stack((codes & 15, codes >> 4), 1).view(-1, self.block)
 
     # -- first moment -------------------------------------------------------------------------------------------
     def decode_m(self, data: Tensor, n: int) -> Tensor:
         """Codes to ``float32[blocks, block]`` integers ``-levels .. levels``; times ``scale / levels`` they are m."""
-        return (self.unpack(data, n) - 2 ** (self.bits - 1)).float()
+        zero = 2 ** (self.bits - 1)
+        return (self.unpack(data, n, padding=zero) - zero).float()
 
-    def encode_m(self, m: Tensor, noise: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    def encode_m(self, m: Tensor, noise: Tensor, n: int, dither: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """``m`` ``float32[blocks, block]`` to (codes ``uint8[nbytes(n)]``, scales ``float32[blocks]``).
+
+        The value is rounded twice: to fixed point with 8 fractional bits, by the dither, and to a code, by the noise.
+        Were the first rounding to nearest, a change too small for it would never add up.
 
         Args:
             noise: ``int32[blocks, block]`` in 0 .. 255; its mean rounds without bias.
+            dither: ``int32[blocks]`` in 0 .. 63, the same. None: to nearest. (63 is as far as it may go: with more, the
+                block's largest value could be rounded past the last code.)
         """
         scale = block_scale(m.abs().amax(1))
-        fixed = torch.round(m * inverse(scale, self.levels * 256)[:, None]).to(torch.int32)
+        shift = torch.zeros_like(scale) if dither is None else (dither.float() - 31.5) / 64
+        scaled = fma(inverse(scale, self.levels * 256)[:, None], m, shift[:, None])
+        fixed = torch.round(scaled).to(torch.int32)
         codes = ((fixed + noise) >> 8) + 2 ** (self.bits - 1)
         return self.pack(codes, n), scale
 
@@ -102,12 +110,16 @@ class StateCodec:
         """Codes to ``float32[blocks, block]``; times ``scale / top`` they are sqrt(v)."""
         return ((self.unpack(data, n) << (23 - self.mantissa)) + 0x40000000).view(torch.float32)
 
-    def encode_root(self, root: Tensor, noise: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """``sqrt(v)`` ``float32[blocks, block]`` to (codes ``uint8[nbytes(n)]``, scales ``float32[blocks]``)."""
+    def encode_root(self, root: Tensor, noise: Tensor, n: int, dither: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """``sqrt(v)`` ``float32[blocks, block]`` to (codes ``uint8[nbytes(n)]``, scales ``float32[blocks]``).
+
+        Args: as ``encode_m``'s.
+        """
         scale = block_scale(root.amax(1))
         bits = (root * inverse(scale, self.top)[:, None]).view(torch.int32)
         shift = 23 - self.mantissa - 8
-        fixed = (bits - 0x40000000 + (1 << (shift - 1))) >> shift
+        half = torch.tensor(1 << (shift - 1)) if dither is None else ((2 * dither + 1) << (shift - 7))[:, None]
+        fixed = (bits - 0x40000000 + half.to(bits)) >> shift
         codes = (fixed.clamp(0, 0xFFFF) + noise).clamp_max(0xFFFF) >> 8
         return self.pack(codes, n), scale
 
@@ -172,6 +184,15 @@ class Noise:
         x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK32
         x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK32
         self._lanes = ((x ^ (x >> 16)) ^ (key >> 32)).view(blocks, 16)
+        block = torch.arange(first, first + blocks, device=device, dtype=torch.int64)
+        self._weyl = (block * 0x9E3779B9 + (key >> 32)) & _MASK32
+
+    def dithers(self) -> tuple[Tensor, Tensor]:
+        """6 bits for every block of m and of v, each ``int32[blocks]`` in 0 .. 63.
+
+        A Weyl sequence over the blocks, started by the key: over the steps of a run uniform for every block.
+        """
+        return ((self._weyl >> 20) & 63).to(torch.int32), (self._weyl >> 26).to(torch.int32)
 
     def words(self) -> Tensor:
         """The next draw, ``int32[blocks, 32]`` in 0 .. 65535."""
@@ -265,7 +286,7 @@ def fma(a: Tensor | float, b: Tensor, c: Tensor) -> Tensor:
     torch has no such operation. In float64 the product is exact; the sum is rounded to odd, after which the second
     rounding, to fp32, is the only one (Boldo and Melquiond, Emulation of FMA and correctly rounded sums, 2008).
     """
-    product = b.double() * a
+    product = b.double() * (a.double() if isinstance(a, Tensor) else a)
     addend = c.double()
     total = product + addend
     back = total - product

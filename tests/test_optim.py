@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -202,6 +203,49 @@ def test_deepcopy_and_pickle() -> None:
     for twins, twin in copies:
         run(twins, twin, range(2, 4))
         assert same(params, twins)
+
+
+# -- nothing is lost for being small --------------------------------------------------------------------------------
+def anchored(state_bits: int, first: float, then: float, anchor: float, steps: int, n: int = 1 << 14) -> LowBitAdamW:
+    """Gradients of `first`, afterwards of `then`, but one value in 64 goes on with `anchor` and holds up the scales."""
+    p = nn.Parameter(torch.zeros(n))
+    optimizer = LowBitAdamW([p], lr=0.0, state_bits=state_bits)
+    anchors = torch.arange(n) % 64 == 0
+    for step in range(steps):
+        p.grad = torch.where(anchors, anchor if step else 1.0, then if step else first)
+        optimizer.step()
+    state = optimizer.state[p]
+    optimizer.others = [moment[~anchors] for moment in states.moments(state, n)]
+    return optimizer
+
+
+@pytest.mark.parametrize("state_bits", [4, 8])
+@pytest.mark.parametrize("first", [0.7, 0.5, 0.35, 0.2])
+def test_second_moment_decays_as_it_should(state_bits: int, first: float) -> None:
+    """By 0.05 % of its root a step, a thousandth of a code: rounded to nearest anywhere on its way it would stand."""
+    _, v = anchored(state_bits, first, 0.0, math.sqrt(1e-3), steps=401).others
+    root = v.sqrt().mean().item()  # it is the root whose rounding is exact in the mean
+    assert root == pytest.approx(first * math.sqrt(1e-3 * 0.999**400), rel=0.01)
+
+
+@pytest.mark.parametrize("state_bits", [4, 8])
+def test_small_gradients_reach_the_first_moment(state_bits: int) -> None:
+    """A thousandth of the block's largest, a 140th of a 4-bit code."""
+    m, _ = anchored(state_bits, 1e-3, 1e-3, 1.0, steps=60, n=1 << 17).others
+    assert m.mean().item() == pytest.approx(1e-3, rel=0.25 if state_bits == 4 else 0.05)
+
+
+@pytest.mark.parametrize("n", [4096 + 255, 4096 + 129, 4096 + 1])
+@pytest.mark.parametrize("state_bits", [4, 8])
+def test_the_padding_of_a_tail_is_zero(n: int, state_bits: int) -> None:
+    p = nn.Parameter(torch.zeros(n))
+    optimizer = LowBitAdamW([p], lr=0.0, state_bits=state_bits)
+    for step in range(20):
+        p.grad = torch.full((n,), 0.0 if step else 1.0)
+        optimizer.step()
+    scales = optimizer.state[p]["m_scale"]
+    assert scales[0].item() == pytest.approx(0.1 * 0.9**19, rel=1e-5)
+    assert torch.all(scales == scales[0])
 
 
 # -- masters --------------------------------------------------------------------------------------------------------

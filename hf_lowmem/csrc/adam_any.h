@@ -192,6 +192,7 @@ int64_t step_any_blocks(const hlm_adam_tensor& t, int64_t first, int64_t last) {
       continue;
     }
     auto lanes = G::seed(t.key, t.start / kBlock + b);
+    const uint32_t dither = dither_word(t.key, t.start / kBlock + b);
     if (stochastic) {
       for (int i = 0; i < kBlock; i += 32) G::store_draw(noise + i, G::draw(lanes));
     } else if (t.extension) {
@@ -206,16 +207,16 @@ int64_t step_any_blocks(const hlm_adam_tensor& t, int64_t first, int64_t last) {
     data.v_scale = kBits == 32 ? nullptr : t.v_scale + b;
     const int bytes = kBits == 4 ? kBlockBytes : n * kBits / 8;  // 4-bit blocks are always whole
     if (bytes == kBlockBytes) {
-      blocks.step(data, lanes);
-    } else {  // what lies behind the end reads as zero bits
-      memset(m, 0, sizeof m);
+      blocks.step(data, lanes, dither);
+    } else {  // what lies behind the end is zero
+      memset(m, kBits == 8 ? 0x80 : 0, sizeof m);
       memset(v, 0, sizeof v);
       memcpy(m, data.m, bytes);
       memcpy(v, data.v, bytes);
       uint8_t *const m_home = data.m, *const v_home = data.v;
       data.m = m;
       data.v = v;
-      blocks.step(data, lanes);
+      blocks.step(data, lanes, dither);
       blocks.flush();
       memcpy(m_home, m, bytes);
       memcpy(v_home, v, bytes);

@@ -56,14 +56,16 @@ class AdamBlocks {
     if (kCoded) {  // the first update encodes a block that nobody reads, and so needs no code of its own
       memset(m_[1], 0, sizeof m_[1]);
       memset(root_[1], 0, sizeof root_[1]);
-      pending_ = {dummy_, dummy_, G::set1(0.0f), G::set1(0.0f), G::seed(0, 0)};
+      pending_ = {dummy_, dummy_, G::set1(0.0f), G::set1(0.0f), G::set1(0.0f), 0, G::seed(0, 0)};
       if constexpr (kExtended) memset(draws_[1], 0, sizeof draws_[1]);
     }
   }
 
-  // Updates a block and encodes the one before. `lanes` are the block's random bits, at the first one that is wanted.
-  HLM_INLINE void step(const BlockData& data, Lanes lanes) {
+  // Updates a block and encodes the one before. `lanes` are the block's random bits, at the first one that is wanted;
+  // `dither` is its dither_word.
+  HLM_INLINE void step(const BlockData& data, Lanes lanes, uint32_t dither) {
     data_ = data;
+    dither_ = dither;
     lanes_ = lanes;
     max_m_ = max_root_ = G::set1(0.0f);
     if (kCoded) {
@@ -90,7 +92,8 @@ class AdamBlocks {
   // A block that is updated and not yet encoded.
   struct Pending {
     uint8_t *m, *v;
-    F m_inverse, root_inverse;
+    F m_inverse, root_inverse, m_dither;
+    uint32_t root_dither;
     Lanes lanes;
   };
 
@@ -175,7 +178,13 @@ class AdamBlocks {
     const float m_scale = block_scale(G::largest(max_m_)), v_scale = block_scale(G::largest(max_root_));
     *data_.m_scale = m_scale;
     *data_.v_scale = v_scale;
-    pending_ = {data_.m, data_.v, G::set1(inverse(m_scale, Fmt::kLevels * 256)), G::set1(inverse(v_scale, Fmt::kTop)),
+    constexpr int kRootShift = 16 - Fmt::kMantissa;  // to the last of the 6 bits above the dither's own place
+    pending_ = {data_.m,
+                data_.v,
+                G::set1(inverse(m_scale, Fmt::kLevels * 256)),
+                G::set1(inverse(v_scale, Fmt::kTop)),
+                G::set1((float((dither_ >> 20) & 63) - 31.5f) / 64),
+                (2 * (dither_ >> 26) + 1) << (kRootShift - 8),
                 lanes_};
     now_ ^= 1;
   }
@@ -183,24 +192,24 @@ class AdamBlocks {
   static HLM_INLINE float block_scale(float largest) { return largest >= kSmallestScale ? largest : 0.0f; }
   static HLM_INLINE float inverse(float scale, float top) { return scale > 0 ? top / scale : 0.0f; }
 
-  // Both moments' codes are rounded stochastically in fixed point with 8 fractional bits.
+  // Both moments' codes are rounded stochastically in fixed point with 8 fractional bits, and to these 8 bits by a
+  // dither that the block's values share.
   template <int kNibble, int kSub>
   HLM_INLINE void encode_m(int at) {
-    const F4 m = scaled(m_[now_ ^ 1] + at, pending_.m_inverse);
+    F4 m;
+    for (int k = 0; k < 4; k++)
+      m.v[k] = G::fma(G::load(m_[now_ ^ 1] + at + k * (G::kGroup / 4)), pending_.m_inverse, pending_.m_dither);
     store_codes<kNibble, 1 << (kBits - 1)>(pending_.m, low_m_, at,
                                            G::encode_m(m, G::template noise_bytes<kSub>(m_draw_)));
   }
   template <int kNibble, int kSub>
   HLM_INLINE void encode_root(int at) {
-    const F4 root = scaled(root_[now_ ^ 1] + at, pending_.root_inverse);
-    store_codes<kNibble, 0>(pending_.v, low_v_, at,
-                            G::template encode_root<Fmt::kMantissa>(root, G::template noise_bytes<kSub>(v_draw_)));
-  }
-
-  static HLM_INLINE F4 scaled(const float* from, F factor) {
-    F4 out;
-    for (int k = 0; k < 4; k++) out.v[k] = G::mul(G::load(from + k * (G::kGroup / 4)), factor);
-    return out;
+    F4 root;
+    for (int k = 0; k < 4; k++)
+      root.v[k] = G::mul(G::load(root_[now_ ^ 1] + at + k * (G::kGroup / 4)), pending_.root_inverse);
+    store_codes<kNibble, 0>(
+        pending_.v, low_v_, at,
+        G::template encode_root<Fmt::kMantissa>(root, pending_.root_dither, G::template noise_bytes<kSub>(v_draw_)));
   }
 
   // kFlip: the codes' sign bit where they are signed, for they are stored with an offset. Low nibbles wait in `low` for
@@ -294,6 +303,7 @@ class AdamBlocks {
   const float b_m_, b_v_;
   BlockData data_;
   Lanes lanes_;
+  uint32_t dither_;
   F m_unit_, v_unit_, max_m_, max_root_;
   Pending pending_;
   Draw m_draw_, v_draw_, w_draw_;
@@ -329,7 +339,7 @@ int64_t step_whole_blocks(const hlm_adam_tensor& t, int64_t first, int64_t last)
     data.v = static_cast<uint8_t*>(t.v) + b * Format<kBits>::kBlockBytes;
     data.m_scale = kBits == 32 ? nullptr : t.m_scale + b;
     data.v_scale = kBits == 32 ? nullptr : t.v_scale + b;
-    blocks.step(data, G::seed(t.key, number + b));
+    blocks.step(data, G::seed(t.key, number + b), dither_word(t.key, number + b));
   }
   blocks.flush();
   return skipped;

@@ -135,12 +135,12 @@ struct Base {
     return out;
   }
   template <int kMantissa>
-  static HLM_INLINE B encode_root(const F4& root, const W2& noise) {
+  static HLM_INLINE B encode_root(const F4& root, uint32_t dither, const W2& noise) {
     constexpr int kShift = 15 - kMantissa;
-    constexpr int32_t kOffset = 0x40000000 - (1 << (kShift - 1));
+    const int32_t offset = int32_t(0x40000000 - dither);
     B out;
     for (int i = 0; i < kGroup; i++) {
-      const int32_t above = int32_t(float_bits(root.v[i / kWidth].x[i % kWidth])) - kOffset;
+      const int32_t above = int32_t(float_bits(root.v[i / kWidth].x[i % kWidth])) - offset;
       const uint32_t fixed = above < 0 ? 0 : least(uint32_t(above) >> kShift, 0xFFFF);
       out.x[i] = uint8_t(least(fixed + noise.x[i], 0xFFFF) >> 8);
     }

@@ -143,9 +143,9 @@ struct Neon {
     return high_bytes(vaddq_u16(a, noise.v[0]), vaddq_u16(b, noise.v[1]));
   }
   template <int kMantissa>
-  static HLM_INLINE B encode_root(F4 root, W2 noise) {
+  static HLM_INLINE B encode_root(F4 root, uint32_t dither, W2 noise) {
     constexpr int kShift = 15 - kMantissa;
-    const int32x4_t offset = vdupq_n_s32(0x40000000 - (1 << (kShift - 1)));
+    const int32x4_t offset = vdupq_n_s32(int32_t(0x40000000 - dither));
     int32x4_t x[4];
     for (int k = 0; k < 4; k++) x[k] = vshrq_n_s32(vsubq_s32(vreinterpretq_s32_f32(root.v[k]), offset), kShift);
     const uint16x8_t a = vqmovun_high_s32(vqmovun_s32(x[0]), x[1]), b = vqmovun_high_s32(vqmovun_s32(x[2]), x[3]);

@@ -155,9 +155,9 @@ struct X86 : V {
     return high_bytes(V::add16(V::pack_i32(x[0], x[1]), noise.v[0]), V::add16(V::pack_i32(x[2], x[3]), noise.v[1]));
   }
   template <int kMantissa>
-  static HLM_INLINE B encode_root(F4 root, W2 noise) {
+  static HLM_INLINE B encode_root(F4 root, uint32_t dither, W2 noise) {
     constexpr int kShift = 15 - kMantissa;
-    const I offset = V::dwords(0x40000000 - (1 << (kShift - 1)));
+    const I offset = V::dwords(0x40000000 - dither);
     I x[4];
     for (int k = 0; k < 4; k++) x[k] = V::template sar32<kShift>(V::sub32(V::as_int(root.v[k]), offset));
     return high_bytes(V::adds_u16(V::pack_u32(x[0], x[1]), noise.v[0]),

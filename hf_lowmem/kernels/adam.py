@@ -178,9 +178,10 @@ def _chunk_step(t: AdamTensor, start: int, n: int) -> int:
         return int(bad.sum())
     assert t.m_scale is not None
     assert t.v_scale is not None
+    m_dither, v_dither = noise.dithers()
     for data, scales, (codes, scale) in (
-        (t.m, t.m_scale, state.encode_m(m, m_noise, n)),
-        (t.v, t.v_scale, state.encode_root(root, v_noise, n)),
+        (t.m, t.m_scale, state.encode_m(m, m_noise, n, m_dither)),
+        (t.v, t.v_scale, state.encode_root(root, v_noise, n, v_dither)),
     ):
         where = slice(state.nbytes(start), state.nbytes(start) + len(codes))
         width = 1 if t.bits == 8 else 2
