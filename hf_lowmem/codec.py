@@ -165,11 +165,12 @@ class Noise:
     """The random bits of every block of one tensor in one step: 16 lanes of xorshift32 a block, seeded by a hash.
 
     Lane ``l`` of block ``b`` starts at ``fmix32((16 b + l) * 0x9E3779B9 + low) ^ high``, ``low`` and ``high`` being the
-    key's halves and fmix32 MurmurHash3's finalizer. A draw steps all lanes once (Marsaglia 2003: 13, 17, 5) and reads
-    them as 32 little-endian 16-bit words. The draws of a block are, in this order: two for each half of 64 values if
-    its weights are 16 bits rounded stochastically (words 0..31, then 32..63), then for each half one for m and one for
-    v, value ``j`` of a half taking byte ``j // 32`` of word ``j % 32``. The extension of a 24-bit master takes the
-    exclusive or of both: as random, and independent of each.
+    key's halves and fmix32 MurmurHash3's finalizer. A draw steps all lanes once (Marsaglia 2003: 13, 17, 5). Written
+    one after another, little-endian, they are 32 words of 16 bits or 64 bytes. The draws of a block are, in this order:
+    if its weights are 16 bits rounded stochastically, two for each half of 64 values, a word a value; then one for each
+    half. Value ``j`` takes byte ``j`` of that for m. For v it takes byte ``j`` of the draw with every lane rotated right
+    by 8 bits: another byte of the same lane. The extension of a 24-bit master takes the exclusive or of these two bytes.
+    So the three noises of a value are independent in pairs.
 
     Args:
         key: see ``tensor_key``.
@@ -194,27 +195,31 @@ class Noise:
         """
         return ((self._weyl >> 20) & 63).to(torch.int32), (self._weyl >> 26).to(torch.int32)
 
-    def words(self) -> Tensor:
-        """The next draw, ``int32[blocks, 32]`` in 0 .. 65535."""
+    def draw(self) -> Tensor:
+        """The next draw, ``int64[blocks, 16]`` in 0 .. 2**32 - 1."""
         x = self._lanes
         x = x ^ ((x << 13) & _MASK32)
         x = x ^ (x >> 17)
         x = x ^ ((x << 5) & _MASK32)
         self._lanes = x
-        return torch.stack((x & 0xFFFF, x >> 16), 2).view(-1, 32).to(torch.int32)
+        return x
 
     def weight_words(self, halves: int) -> Tensor:
         """16 bits for every value, ``int32[blocks, 64 * halves]``."""
-        return torch.cat([self.words() for _ in range(2 * halves)], 1)
+        return torch.cat([_pieces(self.draw(), 16) for _ in range(2 * halves)], 1)
 
     def moment_bytes(self, halves: int) -> tuple[Tensor, Tensor]:
         """8 bits for every value of m and of v, each ``int32[blocks, 64 * halves]``."""
-        out: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for _ in range(halves):
-            for moment in out:
-                words = self.words()
-                moment += [words & 255, words >> 8]
-        return torch.cat(out[0], 1), torch.cat(out[1], 1)
+        draws = [self.draw() for _ in range(halves)]
+        m = torch.cat([_pieces(x, 8) for x in draws], 1)
+        v = torch.cat([_pieces((x >> 8) | ((x & 255) << 24), 8) for x in draws], 1)
+        return m, v
+
+
+def _pieces(lanes: Tensor, bits: int) -> Tensor:
+    """32-bit lanes as 16-bit words or bytes, the lowest first, ``int32[blocks, 16 * 32 // bits]``."""
+    parts = [(lanes >> shift) & ((1 << bits) - 1) for shift in range(0, 32, bits)]
+    return torch.stack(parts, 2).flatten(1).to(torch.int32)
 
 
 # -- master weights ---------------------------------------------------------------------------------------------

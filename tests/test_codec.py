@@ -270,34 +270,44 @@ def scalar_noise(key: int, block: int, draws: int) -> list[list[int]]:
             x = (x ^ x << 13) & mask
             x ^= x >> 17
             lanes[lane] = (x ^ x << 5) & mask
-        out.append([word for x in lanes for word in (x & 0xFFFF, x >> 16)])
+        out.append(list(lanes))
     return out
 
 
 @pytest.mark.parametrize("key", [0, 1, 2**64 - 1, 0x0123456789ABCDEF])
 def test_noise_is_what_it_is_defined_to_be(key: int) -> None:
     noise = codec.Noise(key, 3, first=5)
-    draws = torch.stack([noise.words() for _ in range(4)], 1)
-    assert draws.tolist() == [scalar_noise(key, block, 4) for block in (5, 6, 7)]
+    words, (m, v), (m_dither, v_dither) = noise.weight_words(2), noise.moment_bytes(2), noise.dithers()
+    for i, block in enumerate((5, 6, 7)):
+        draws = scalar_noise(key, block, 6)
+        assert words[i].tolist() == [w for draw in draws[:4] for x in draw for w in (x & 0xFFFF, x >> 16)]
+        parts = [x.to_bytes(4, "little") for draw in draws[4:] for x in draw]
+        assert bytes(m[i].tolist()) == b"".join(parts)
+        assert bytes(v[i].tolist()) == b"".join(part[1:] + part[:1] for part in parts)
+        word = (block * 0x9E3779B9 + (key >> 32)) % 2**32
+        assert (m_dither[i].item(), v_dither[i].item()) == (word >> 20 & 63, word >> 26)
 
 
 def test_noise_of_a_part_is_that_of_the_whole() -> None:
     whole, part = codec.Noise(99, 10), codec.Noise(99, 4, first=3)
-    assert torch.equal(whole.words()[3:7], part.words())
+    assert torch.equal(whole.draw()[3:7], part.draw())
+    for a, b in zip(whole.dithers(), part.dithers(), strict=True):
+        assert torch.equal(a[3:7], b)
 
 
 def test_noise_is_even_and_uncorrelated() -> None:
     noise = codec.Noise(codec.tensor_key(0, 1, 2), 4096)
     m, v = noise.moment_bytes(2)
-    for x in (m, v):
+    for x in (m, v, m ^ v):
         assert abs(x.double().mean().item() - 127.5) < 0.5  # its standard error is 0.1
         assert abs(x.double().var(unbiased=False).item() / ((256**2 - 1) / 12) - 1) < 0.01
         counts = torch.bincount(x.flatten(), minlength=256).double()
         expected = counts.mean()
         assert ((counts - expected) ** 2 / expected).sum() < 255 + 6 * math.sqrt(2 * 255)
-    centred_m, centred_v = m.double() - 127.5, v.double() - 127.5
     limit = 5 / math.sqrt(m.numel()) * (256**2 / 12)
-    assert abs((centred_m * centred_v).mean().item()) < limit
+    for a, b in ((m, v), (m, m ^ v), (v, m ^ v)):
+        assert abs(((a.double() - 127.5) * (b.double() - 127.5)).mean().item()) < limit
+    centred_m = m.double() - 127.5
     assert abs((centred_m[:, :-1] * centred_m[:, 1:]).mean().item()) < limit
     assert abs((centred_m[:-1] * centred_m[1:]).mean().item()) < limit
     assert abs((centred_m[:, :32] * centred_m[:, 32:64]).mean().item()) < 2 * limit
@@ -401,3 +411,30 @@ def test_split_master_is_exact_in_the_mean(dtype: torch.dtype) -> None:
     assert torch.all((masters.mean(0) - x.double()).abs() <= resolution + slack)
     assert torch.all(masters.amin(0) <= x.double() + slack)
     assert torch.all(masters.amax(0) >= x.double() - slack)
+
+
+def test_dithers_are_even_over_blocks_and_over_steps() -> None:
+    over_blocks = codec.Noise(codec.tensor_key(0, 1, 2), 6400).dithers()
+    steps = [codec.Noise(codec.tensor_key(0, step, 2), 1).dithers() for step in range(6400)]
+    for kind in (0, 1):
+        for found in (over_blocks[kind], torch.cat([pair[kind] for pair in steps])):
+            counts = torch.bincount(found, minlength=64).double()
+            assert len(counts) == 64
+            assert ((counts - 100) ** 2 / 100).sum() < 63 + 6 * math.sqrt(2 * 63)
+
+
+@pytest.mark.parametrize("form", [codec.STATE4, codec.STATE8], ids=["4", "8"])
+def test_no_dither_leads_past_the_last_code(form: codec.StateCodec) -> None:
+    """The largest value of a block, its scale rounded either way, with the largest noise and every dither."""
+    largest = torch.rand(2000, generator=torch.Generator().manual_seed(0)).mul_(1e3).add_(1e-3)
+    for sign in (1, -1):
+        values = (sign * largest)[:, None].expand(-1, form.block).contiguous()
+        n = values.numel()
+        for k in range(64):
+            dither = torch.full((len(values),), k, dtype=torch.int32)
+            for noise in (0, 255):
+                grains = torch.full(values.shape, noise, dtype=torch.int32)
+                codes, _ = form.encode_m(values, grains, n, dither)
+                assert set(form.unpack(codes, n).unique().tolist()) == {2 ** (form.bits - 1) + sign * form.levels}
+                codes, _ = form.encode_root(values.abs(), grains, n, dither)
+                assert set(form.unpack(codes, n).unique().tolist()) == {2**form.bits - 1}

@@ -155,18 +155,15 @@ inline void write_weight(const hlm_adam_tensor& t, int64_t at, int n, const floa
   memcpy(static_cast<uint16_t*>(t.weight) + at, words, n * sizeof(uint16_t));
 }
 
-// The random bits of a block's extensions: the bytes of its m and v draws, combined.
+// The random bits of a block's extensions: those of m and of v, combined.
 template <class G, int kBlock>
 void extension_noise(typename G::Lanes lanes, uint16_t* out) {
   uint16_t m[kHalf / 2], v[kHalf / 2];
   for (int at = 0; at < kBlock; at += kHalf) {
-    G::store_draw(m, G::draw(lanes));
-    G::store_draw(v, G::draw(lanes));
-    for (int i = 0; i < kHalf / 2; i++) {
-      const unsigned both = m[i] ^ v[i];
-      out[at + i] = uint16_t(both & 255);
-      out[at + i + kHalf / 2] = uint16_t(both >> 8);
-    }
+    const auto draw = G::draw(lanes);
+    G::store_draw(m, draw);
+    G::store_draw(v, G::rotate(draw));
+    for (int i = 0; i < kHalf; i++) out[at + i] = uint16_t((m[i / 2] ^ v[i / 2]) >> (i % 2 * 8) & 255);
   }
 }
 

@@ -116,7 +116,7 @@ class AdamBlocks {
   HLM_INLINE void one_half(int at, std::integer_sequence<int, kSub...>) {
     if constexpr (kCoded && !kExtended) {
       m_draw_ = G::draw(pending_.lanes);
-      v_draw_ = G::draw(pending_.lanes);
+      v_draw_ = G::rotate(m_draw_);
     } else if constexpr (kCoded) {
       const Draws& kept = draws_[now_ ^ 1][at / kHalf];
       m_draw_ = kept.m;
@@ -125,7 +125,7 @@ class AdamBlocks {
     if constexpr (kUpdate && kExtended) {
       Draws& draws = draws_[now_][at / kHalf];
       draws.m = G::draw(lanes_);
-      draws.v = G::draw(lanes_);
+      draws.v = G::rotate(draws.m);
       w_draw_ = G::combine(draws.m, draws.v);
     }
     (group<kUpdate, kNibble, kSub>(at + kSub * G::kGroup), ...);
@@ -291,7 +291,7 @@ class AdamBlocks {
       uint16_t* to = static_cast<uint16_t*>(data_.weight) + at;
       if constexpr (kExtended) {
         B extension;
-        G::store_words(to, G::split_bf16(w, G::template noise_bytes<kSub>(w_draw_), extension));
+        G::store_words(to, G::split_bf16(w, G::template extension_noise<kSub>(w_draw_), extension));
         G::store_bytes(data_.extension + at, extension);
       } else {
         G::store_words(to, G::round_bf16(w, G::template noise_words<kSub>(lanes_, w_draw_)));

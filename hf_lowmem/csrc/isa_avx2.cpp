@@ -57,21 +57,20 @@ struct Vec256 {
   static HLM_INLINE bool any_over16(I x, I limit) { return _mm256_movemask_epi8(_mm256_cmpgt_epi16(x, limit)) != 0; }
   static HLM_INLINE bool any_over32(I x, I limit) { return _mm256_movemask_epi8(_mm256_cmpgt_epi32(x, limit)) != 0; }
 
-  // -- random bits: of the draw's 32 words, in the order of a group's words
+  // -- random bits
   static HLM_INLINE Lanes lane_numbers() {
-    return {{_mm256_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11), _mm256_setr_epi32(4, 5, 6, 7, 12, 13, 14, 15)}};
-  }
-  template <int kSub>
-  static HLM_INLINE W2 noise_bytes(const Draw& draw) {
-    if constexpr (kSub == 0) return {{band(draw.v[0], words(255)), band(draw.v[1], words(255))}};
-    return {{shr16<8>(draw.v[0]), shr16<8>(draw.v[1])}};
+    return {{_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)}};
   }
   template <class Next>
   static HLM_INLINE W2 next_words(Next next) {
     const Draw draw = next();
-    return {{draw.v[0], draw.v[1]}};
+    return {
+        {_mm256_permute2x128_si256(draw.v[0], draw.v[1], 0x20), _mm256_permute2x128_si256(draw.v[0], draw.v[1], 0x31)}};
   }
-  static HLM_INLINE void store_draw(uint16_t* p, Draw draw) { store_words(p, {{draw.v[0], draw.v[1]}}); }
+  static HLM_INLINE void store_draw(uint16_t* p, Draw draw) {
+    store_bytes(p, draw.v[0]);
+    store_bytes(p + 16, draw.v[1]);
+  }
 
  private:
   static HLM_INLINE I load2(const void* low, const void* high) {

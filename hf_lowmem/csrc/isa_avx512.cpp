@@ -57,26 +57,16 @@ struct Vec512 {
   static HLM_INLINE bool any_over16(I x, I limit) { return _mm512_cmpgt_epi16_mask(x, limit) != 0; }
   static HLM_INLINE bool any_over32(I x, I limit) { return _mm512_cmpgt_epi32_mask(x, limit) != 0; }
 
-  // -- random bits: of the draw's words, lanes 0 and 2, then 1 and 3
+  // -- random bits
   static HLM_INLINE Lanes lane_numbers() {
-    return {{_mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15)}};
-  }
-  template <int kSub>
-  static HLM_INLINE W2 noise_bytes(const Draw& draw) {
-    static_assert(kSub == 0, "a group is a half of 64 values");
-    const I by = _mm512_inserti64x4(zero(), _mm256_set1_epi16(8), 1);  // values from 32 on take the high byte
-    const I first = _mm512_shuffle_i64x2(draw.v[0], draw.v[0], 0x44);
-    const I second = _mm512_shuffle_i64x2(draw.v[0], draw.v[0], 0xEE);
-    return {{band(_mm512_srlv_epi16(first, by), words(255)), band(_mm512_srlv_epi16(second, by), words(255))}};
+    return {{_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)}};
   }
   template <class Next>
   static HLM_INLINE W2 next_words(Next next) {
     const Draw a = next(), b = next();
-    return {{_mm512_shuffle_i64x2(a.v[0], b.v[0], 0x44), _mm512_shuffle_i64x2(a.v[0], b.v[0], 0xEE)}};
+    return {{_mm512_shuffle_i64x2(a.v[0], b.v[0], 0x88), _mm512_shuffle_i64x2(a.v[0], b.v[0], 0xDD)}};
   }
-  static HLM_INLINE void store_draw(uint16_t* p, Draw draw) {
-    store_bytes(p, _mm512_shuffle_i64x2(draw.v[0], draw.v[0], 0xD8));
-  }
+  static HLM_INLINE void store_draw(uint16_t* p, Draw draw) { store_bytes(p, draw.v[0]); }
 
  private:
   // Exchanges rows and columns of the 4 x 4 lanes of 128 bits.

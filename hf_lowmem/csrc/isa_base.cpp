@@ -166,6 +166,10 @@ struct Base {
     }
     return lanes;
   }
+  static HLM_INLINE Draw rotate(Draw a) {
+    for (uint32_t& x : a.x) x = (x >> 8) | (x << 24);
+    return a;
+  }
   static HLM_INLINE void store_draw(uint16_t* p, Draw draw) {
     for (int i = 0; i < 16; i++) {
       p[2 * i] = uint16_t(draw.x[i]);
@@ -174,13 +178,8 @@ struct Base {
   }
   template <int kSub>
   static HLM_INLINE W2 noise_bytes(Draw draw) {
-    uint16_t words[32];
-    store_draw(words, draw);
     W2 out;
-    for (int i = 0; i < 32; i++) {
-      out.x[i] = words[i] & 255;
-      out.x[i + 32] = words[i] >> 8;
-    }
+    for (int i = 0; i < kGroup; i++) out.x[i] = uint16_t(draw.x[i / 4] >> (i % 4 * 8) & 255);
     return out;
   }
 

@@ -69,10 +69,9 @@ struct Neon {
     return floats(low[0], low[1], a.v[0], a.v[1]);
   }
 
-  // With the extension's noise and the weight's rounding added at once the extension's byte comes out with its sign bit
-  // flipped.
+  // With the extension's noise and the weight's rounding (extension_noise holds both) added at once the extension's
+  // byte comes out with its sign bit flipped.
   static HLM_INLINE W2 split_bf16(F4 a, W2 noise, B& extension) {
-    for (uint16x8_t& words : noise.v) words = vorrq_u16(words, vdupq_n_u16(0x8000));
     uint16x8_t y[4];
     add_words(a, noise, y);
     const uint8x16_t low0 = vreinterpretq_u8_u16(vuzp1q_u16(y[0], y[1]));
@@ -181,15 +180,19 @@ struct Neon {
   static HLM_INLINE void store_draw(uint16_t* p, Draw draw) {
     for (int i = 0; i < 4; i++) store_bytes(p + 8 * i, vreinterpretq_u8_u32(draw.v[i]));
   }
-  // The draw's 32 words serve the half's first two groups with their low bytes, the last two with their high ones.
+  static HLM_INLINE Draw rotate(Draw a) {
+    for (uint32x4_t& x : a.v) x = vsliq_n_u32(vshrq_n_u32(x, 8), x, 24);
+    return a;
+  }
   template <int kSub>
   static HLM_INLINE W2 noise_bytes(const Draw& draw) {
-    W2 out;
-    for (int i = 0; i < 2; i++) {
-      const uint16x8_t words = vreinterpretq_u16_u32(draw.v[kSub % 2 * 2 + i]);
-      out.v[i] = kSub < 2 ? vandq_u16(words, vdupq_n_u16(255)) : vshrq_n_u16(words, 8);
-    }
-    return out;
+    const uint8x16_t bytes = vreinterpretq_u8_u32(draw.v[kSub]);
+    return {{vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes)}};
+  }
+  template <int kSub>
+  static HLM_INLINE W2 extension_noise(const Draw& draw) {
+    const uint8x16_t bytes = vreinterpretq_u8_u32(draw.v[kSub]), high = vdupq_n_u8(0x80);
+    return {{vreinterpretq_u16_u8(vzip1q_u8(bytes, high)), vreinterpretq_u16_u8(vzip2q_u8(bytes, high))}};
   }
   // Two groups share a draw of words.
   template <int kSub>

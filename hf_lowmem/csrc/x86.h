@@ -89,11 +89,10 @@ struct X86 : V {
     return floats(low[0], low[1], a.v[0], a.v[1]);
   }
 
-  // With the extension's noise and the weight's rounding added at once the extension's byte comes out with its sign bit
-  // flipped.
+  // With the extension's noise and the weight's rounding (extension_noise holds both) added at once the extension's
+  // byte comes out with its sign bit flipped.
   static HLM_INLINE W2 split_bf16(F4 a, W2 noise, B& extension) {
     const I order = V::lanes16({2, 3, 6, 7, 10, 11, 14, 15, 1, 5, 9, 13, 1, 5, 9, 13});
-    for (I& words : noise.v) words = V::bor(words, V::words(0x8000));
     I x[4];  // of a lane: four words, four extensions, and these again
     widen(noise, x);
     for (int k = 0; k < 4; k++) x[k] = V::shuffle8(V::add32(V::as_int(a.v[k]), x[k]), order);
@@ -185,9 +184,22 @@ struct X86 : V {
     }
     return lanes;
   }
+  static HLM_INLINE Lanes rotate(Lanes a) {
+    const I order = V::lanes16({1, 2, 3, 0, 5, 6, 7, 4, 9, 10, 11, 8, 13, 14, 15, 12});
+    for (I& x : a.v) x = V::shuffle8(x, order);
+    return a;
+  }
   static HLM_INLINE Lanes combine(Lanes a, const Lanes& b) {
     for (int i = 0; i < int(sizeof a / sizeof a.v[0]); i++) a.v[i] = V::bxor(a.v[i], b.v[i]);
     return a;
+  }
+  template <int kSub>
+  static HLM_INLINE W2 noise_bytes(const Lanes& draw) {
+    return {{V::low8(draw.v[kSub], V::zero()), V::high8(draw.v[kSub], V::zero())}};
+  }
+  template <int kSub>
+  static HLM_INLINE W2 extension_noise(const Lanes& draw) {
+    return {{V::low8(draw.v[kSub], V::bytes(0x80)), V::high8(draw.v[kSub], V::bytes(0x80))}};
   }
   template <int kSub>
   static HLM_INLINE W2 noise_words(Lanes& lanes, Lanes&) {

@@ -28,7 +28,7 @@ from .. import codec
 from .adam import AdamConstants, AdamTensor
 from .adam import adam_step as torch_adam_step
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 UNIT = 256  # values of a unit of work (HLM_UNIT)
 SMALLEST_PIECE = 1 << 16  # values for which waking another thread pays
 PIECES_PER_THREAD = 4  # enough for threads of unequal speed to end together
