@@ -167,10 +167,10 @@ class Noise:
     Lane ``l`` of block ``b`` starts at ``fmix32((16 b + l) * 0x9E3779B9 + low) ^ high``, ``low`` and ``high`` being the
     key's halves and fmix32 MurmurHash3's finalizer. A draw steps all lanes once (Marsaglia 2003: 13, 17, 5). Written
     one after another, little-endian, they are 32 words of 16 bits or 64 bytes. The draws of a block are, in this order:
-    if its weights are 16 bits rounded stochastically, two for each half of 64 values, a word a value; then one for each
-    half. Value ``j`` takes byte ``j`` of that for m. For v it takes byte ``j`` of the draw with every lane rotated right
-    by 8 bits: another byte of the same lane. The extension of a 24-bit master takes the exclusive or of these two bytes.
-    So the three noises of a value are independent in pairs.
+    if its weights are 16 bits rounded stochastically, two for each half of 64 values, a word a value; then one for
+    each half. Value ``j`` takes byte ``j`` of that for m. For v it takes byte ``j`` of the draw with every lane rotated
+    right by 8 bits: another byte of the same lane. The extension of a 24-bit master takes the exclusive or of these two
+    bytes. So the three noises of a value are independent in pairs.
 
     Args:
         key: see ``tensor_key``.

@@ -183,7 +183,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         self._grad_scale, self._grads_finite = 1.0, None
         work = self._with_gradient()
         if finite is None and self.check_finite:
-            finite = _all_finite([p.grad for p, _, _ in work if p.grad is not None])
+            finite = _all_finite([p.grad for p, _, _ in work if p.grad is not None], self.threads)
         if finite is False:
             self._skip()
             return loss
@@ -439,18 +439,21 @@ class LowBitAdamW(torch.optim.Optimizer):
         return total
 
 
-def _all_finite(grads: list[Tensor]) -> bool:
-    """Whether all values are finite, with one read of each gradient and one wait for each device.
+def _all_finite(grads: list[Tensor], threads: int | None) -> bool:
+    """Whether all values are finite, with one read of each gradient and one wait for each GPU.
 
-    A sum is finite only if all its terms are, and torch sums at the memory's speed; where huge terms made it overflow,
-    a second look decides.
+    On a GPU a sum is taken, which is finite only if all its terms are; where huge terms made it overflow, a second look
+    decides.
     """
+    if not native.all_finite([g.detach().contiguous() for g in grads if g.device.type == "cpu"], threads):
+        return False
+    on_device = [g.detach() for g in grads if g.device.type != "cpu"]
     sums: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        sums.setdefault(grad.device, []).append(grad.detach().sum().float())
+    for grad in on_device:
+        sums.setdefault(grad.device, []).append(grad.sum().float())
     if all(bool(torch.stack(found).isfinite().all()) for found in sums.values()):
         return True
-    return all(bool(grad.isfinite().all()) for grad in grads)
+    return all(bool(grad.isfinite().all()) for grad in on_device)
 
 
 def _mark(p: Tensor) -> tuple[int, int]:

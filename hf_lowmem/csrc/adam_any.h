@@ -224,6 +224,39 @@ int64_t step_any_blocks(const hlm_adam_tensor& t, int64_t first, int64_t last) {
   return skipped;
 }
 
+// -- many values, only looked at ----------------------------------------------------------------------------------
+template <class Word>
+bool any_word_over(const uint8_t* x, int64_t n, uint32_t limit) {
+  constexpr Word kMagnitude = Word(~Word(0)) >> 1;
+  Word words[kLargestBlock];
+  uint32_t largest = 0;
+  for (int64_t at = 0; at < n; at += kLargestBlock) {
+    const int count = n - at < kLargestBlock ? int(n - at) : kLargestBlock;
+    memcpy(words, x + at * sizeof(Word), count * sizeof(Word));
+    for (int i = 0; i < count; i++) {
+      const uint32_t magnitude = words[i] & kMagnitude;
+      largest = magnitude > largest ? magnitude : largest;
+    }
+  }
+  return largest > limit;
+}
+
+// `wide`: values of 4 bytes, not 2.
+template <class G>
+bool any_over(const void* values, bool wide, int64_t n, uint32_t limit) {
+  const uint8_t* x = static_cast<const uint8_t*>(values);
+  const int64_t whole = G::kInPlace ? n / kLargestBlock * kLargestBlock : 0;
+  if constexpr (G::kInPlace) {
+    for (int64_t at = 0; at < whole; at += kLargestBlock) {
+      if (wide ? G::template any_over<4, kLargestBlock>(x + 4 * at, limit)
+               : G::template any_over<2, kLargestBlock>(x + 2 * at, limit))
+        return true;
+    }
+  }
+  return wide ? any_word_over<uint32_t>(x + 4 * whole, n - whole, limit)
+              : any_word_over<uint16_t>(x + 2 * whole, n - whole, limit);
+}
+
 // -- a tensor's blocks --------------------------------------------------------------------------------------------
 using Steps = int64_t (*)(const hlm_adam_tensor&, int64_t, int64_t);
 

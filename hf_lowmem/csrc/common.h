@@ -30,6 +30,8 @@ namespace hlm {
 struct Kernels {
   // Steps the blocks [first, last) of a tensor; returns how many were left as they were.
   int64_t (*blocks)(const hlm_adam_tensor& tensor, int64_t first, int64_t last);
+  // Whether a value's magnitude bits are over the limit.
+  bool (*any_over)(const void* x, bool wide, int64_t n, uint32_t limit);
   void (*triad)(float* a, const float* b, const float* c, float s, int64_t n);
 };
 

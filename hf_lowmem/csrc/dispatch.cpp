@@ -160,6 +160,11 @@ int64_t hlm_adam(int32_t isa, const hlm_adam_tensor* tensors, int64_t count, int
   return skipped;
 }
 
+int32_t hlm_any_over(int32_t isa, int32_t dtype, const void* x, int64_t n, uint32_t limit) {
+  if (!hlm_isa_supported(isa) || dtype < HLM_F32 || dtype > HLM_F16) return -1;
+  return kernels_of(isa)->any_over(x, dtype == HLM_F32, n, limit);
+}
+
 void hlm_triad(int32_t isa, float* a, const float* b, const float* c, float s, int64_t n) {
   if (hlm_isa_supported(isa)) kernels_of(isa)->triad(a, b, c, s, n);
 }

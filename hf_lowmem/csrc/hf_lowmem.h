@@ -15,7 +15,7 @@ extern "C" {
 #endif
 
 // Raised whenever a struct, a function or the bits that one computes change; native.py refuses another number.
-#define HLM_ABI_VERSION 3
+#define HLM_ABI_VERSION 4
 
 // A unit of work: this many consecutive values of one tensor (the last unit of a tensor may be shorter).
 #define HLM_UNIT 256
@@ -53,6 +53,10 @@ HLM_API int32_t hlm_isa_supported(int32_t isa);
 // they were for their gradients, or -1 where isa or a tensor's bits or dtypes are none that this build knows (nothing
 // is written then).
 HLM_API int64_t hlm_adam(int32_t isa, const hlm_adam_tensor* tensors, int64_t count, int64_t first, int64_t last);
+
+// Whether any of n values of dtype (F32, BF16 or F16) has magnitude bits over `limit`; -1 where isa or dtype are
+// unknown.
+HLM_API int32_t hlm_any_over(int32_t isa, int32_t dtype, const void* x, int64_t n, uint32_t limit);
 
 // Streaming-store triad a[i] = b[i] + s * c[i] over n floats, for measuring a machine's memory. Falls back to ordinary
 // stores where the ISA has no streaming ones.

@@ -87,4 +87,4 @@ using Avx2 = X86<Vec256>;
 
 }  // namespace
 
-const hlm::Kernels hlm::kAvx2 = {step_blocks<Avx2>, streaming_triad<Avx2>};
+const hlm::Kernels hlm::kAvx2 = {step_blocks<Avx2>, any_over<Avx2>, streaming_triad<Avx2>};

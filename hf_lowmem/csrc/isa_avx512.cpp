@@ -82,4 +82,4 @@ using Avx512 = X86<Vec512>;
 
 }  // namespace
 
-const hlm::Kernels hlm::kAvx512 = {step_blocks<Avx512>, streaming_triad<Avx512>};
+const hlm::Kernels hlm::kAvx512 = {step_blocks<Avx512>, any_over<Avx512>, streaming_triad<Avx512>};

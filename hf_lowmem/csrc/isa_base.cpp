@@ -204,4 +204,4 @@ void triad(float* a, const float* b, const float* c, float s, int64_t n) {
 
 }  // namespace
 
-const hlm::Kernels hlm::kBase = {step_blocks<Base>, triad};
+const hlm::Kernels hlm::kBase = {step_blocks<Base>, any_over<Base>, triad};

@@ -226,4 +226,4 @@ void triad(float* a, const float* b, const float* c, float s, int64_t n) {
 
 }  // namespace
 
-const hlm::Kernels hlm::kNeon = {step_blocks<Neon>, triad};
+const hlm::Kernels hlm::kNeon = {step_blocks<Neon>, any_over<Neon>, triad};

@@ -428,3 +428,26 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     command = [sys.executable, "-W", "ignore", "-c", code]
     assert subprocess.run(command, timeout=60, check=False).returncode == 0
+
+
+# -- all_finite -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n", [0, 1, 255, 256, 257, 1000, (1 << 22) + 300])
+def test_all_finite(isa: str, dtype: torch.dtype, n: int) -> None:
+    x = torch.randn(n + 1).to(dtype)[1:]  # no alignment but the elements' own
+    if n:
+        x[0], x[-1] = torch.finfo(dtype).max, torch.finfo(dtype).min
+    assert native.all_finite([x, x[:0]], threads=2)
+    for at in {0, n // 2, n - 1} if n else ():
+        for bad in (float("nan"), float("inf"), float("-inf")):
+            kept = x[at].clone()
+            x[at] = bad
+            assert not native.all_finite([x[:0], x], threads=2)
+            x[at] = kept
+
+
+def test_all_finite_refuses_what_it_cannot_read() -> None:
+    with pytest.raises(ValueError, match=r"tensor 1 is torch\.float64"):
+        native.all_finite([torch.zeros(3), torch.zeros(3, dtype=torch.float64)])
+    with pytest.raises(ValueError, match="contiguous"):
+        native.all_finite([torch.zeros(6)[::2]])
