@@ -6,8 +6,8 @@ on a copy stream of their own; while batch i is updated by the CPU, the gradient
 weights of those before it go up.
 
 Gradients start down while backward still runs, as far as the slots reach. A gradient that is changed afterwards (the
-next micro-batch, clipping in place) is fetched again: its version tells. Where that keeps happening in `step`, the
-early copies only waste the link and are given up.
+next micro-batch, clipping in place) is fetched again: its version tells, and since writing through ``.data`` leaves the
+version alone, its sum. Where that keeps happening in `step`, the early copies only waste the link and are given up.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,14 @@ from .memory import PinnedArena
 PIECE = 2**23  # values; 1 ms of work for a fast host, large enough to hide a Python call
 ALIGN = 256  # a piece starts where a block starts, at every width of the states
 MISSES_ALLOWED = 2
+
+
+class _Seen(NamedTuple):
+    """A gradient as it was when it started down; `total` is its sum, on the GPU."""
+
+    address: int
+    version: int
+    total: Tensor
 
 
 @dataclass(eq=False)
@@ -88,7 +97,7 @@ class Staging:
         self._down = torch.cuda.Stream(device)
         self._up = torch.cuda.Stream(device)
         self._uploaded = torch.cuda.Event()
-        self._came_down: dict[Tensor, tuple[int, int]] = {}  # param -> (address, version) of the gradient as copied
+        self._came_down: dict[Tensor, _Seen] = {}
         self._misses = 0
         self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in params]
 
@@ -111,7 +120,7 @@ class Staging:
             else:
                 self._fetch(batch, piece)
         if complete:
-            self._came_down[param] = _mark(param)
+            self._came_down[param] = _Seen(*_mark(param), _total(param))
 
     def _fetch(self, batch: Batch, piece: Piece) -> None:
         grad = piece.param.grad
@@ -138,12 +147,25 @@ class Staging:
             update: the kernel.
             home_of: a parameter's flat weight in RAM, which `update` writes.
         """
-        present = set(params)
+        try:
+            return self._step(set(params), tensor_of, update, home_of)
+        except BaseException:
+            self.drop()
+            raise
+
+    def _step(
+        self,
+        present: set[Tensor],
+        tensor_of: Callable[[Tensor, int, int, Tensor], AdamTensor],
+        update: Callable[[list[AdamTensor]], int],
+        home_of: Callable[[Tensor], Tensor],
+    ) -> int:
         self._uploaded.synchronize()  # the last weights have left the memory that is written now
         self._up.wait_stream(torch.cuda.current_stream(self.device))
         waiting = deque(sorted(self.batches, key=lambda b: b.slot is None))
         coming: deque[tuple[Batch, list[Piece], torch.cuda.Event]] = deque()
-        skipped, stale = 0, False
+        untouched = self._untouched(present)
+        skipped, stale = 0, not self._came_down.keys() <= untouched
         while waiting or coming:
             while waiting and (waiting[0].slot is not None or self._free):
                 batch = waiting.popleft()
@@ -152,8 +174,7 @@ class Staging:
                 if batch.slot is None:
                     batch.slot = self._free.pop()
                 for piece in pieces:
-                    if self._came_down.get(piece.param) != _mark(piece.param) or not early:
-                        stale |= piece.param in self._came_down
+                    if piece.param not in untouched or not early:
                         self._fetch(batch, piece)
                 event = torch.cuda.Event()
                 event.record(self._down)
@@ -167,6 +188,16 @@ class Staging:
             batch.slot = None
         self._finish(stale)
         return skipped
+
+    def _untouched(self, present: set[Tensor]) -> set[Tensor]:
+        """The parameters whose gradient came down during backward and has not changed since."""
+        came = [p for p, seen in self._came_down.items() if p in present and seen[:2] == _mark(p)]
+        if not came:
+            return set()
+        before = torch.stack([self._came_down[p].total for p in came])
+        now = torch.stack([_total(p) for p in came])
+        same = (before == now) | (before.isnan() & now.isnan())
+        return {p for p, equal in zip(came, same.tolist(), strict=True) if equal}
 
     def drop(self) -> None:
         """Forgets what came down: the step that it was for is not done."""
@@ -195,6 +226,11 @@ class Staging:
 def _mark(param: Tensor) -> tuple[int, int]:
     assert param.grad is not None
     return param.grad.data_ptr(), param.grad._version
+
+
+def _total(param: Tensor) -> Tensor:
+    assert param.grad is not None
+    return param.grad.detach().sum(dtype=torch.float32)
 
 
 def _fits(param: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """Parameters on a GPU: the same bits as on the CPU, whatever the order in which gradients come down.
 
-All but the last tests need a GPU; docs/compatibility.md says where they ran.
+What needs a GPU is marked; docs/compatibility.md says where it ran. The ring of slots itself is also tested without
+one, on streams that do at once what they are told.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_lowmem import staging
+from hf_lowmem import memory, staging
 from hf_lowmem.memory import PinnedArena
 from hf_lowmem.optim import LowBitAdamW
 
@@ -90,7 +91,7 @@ def backward(model: Stack, step: int, micro_batches: int = 1) -> None:
 @gpu
 @pytest.mark.parametrize("staging_bytes", [1, 2**20, 2**30])
 @pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("clip", ["no", "in place", "by scale"])
+@pytest.mark.parametrize("clip", ["no", "in place", "by scale", "behind the version counter"])
 def test_gradients_that_came_down_early(small_pieces: None, staging_bytes: int, micro_batches: int, clip: str) -> None:
     """Against the same optimizer fed from host copies: what was copied during backward must be what the step uses."""
     model, twin = twin_stacks()
@@ -103,6 +104,9 @@ def test_gradients_that_came_down_early(small_pieces: None, staging_bytes: int, 
             backward(m, step, micro_batches)
             if clip == "in place":
                 nn.utils.clip_grad_norm_(m.parameters(), 1e-3)
+            if clip == "behind the version counter":
+                for p in m.parameters():
+                    p.grad.data.mul_(0.5)
             if o is not None:
                 if clip == "by scale":
                     o.scale_gradients(0.25)
@@ -234,6 +238,144 @@ def test_arena_is_pinned_at_its_exact_size_and_let_go() -> None:
     gc.collect()
     assert int(register(parts[0].data_ptr(), 4096, 0)) == 0
     torch.cuda.cudart().cudaHostUnregister(parts[0].data_ptr())
+
+
+# -- the ring, without a GPU ----------------------------------------------------------------------------------------
+class AtOnce:
+    """Stands for a stream, an event and the context of a stream: everything has been done when it is asked for."""
+
+    def __init__(self, *args: object) -> None: ...
+    def wait_stream(self, other: object) -> None: ...
+    def record(self, stream: object) -> None: ...
+    def synchronize(self) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *args: object) -> None: ...
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("Stream", "Event", "stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, AtOnce)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    monkeypatch.setattr(memory, "_register", lambda base, start, nbytes: False)
+    monkeypatch.setattr(staging, "PIECE", 1024)
+
+
+class Ring:
+    """Parameters whose step adds the gradient to the home weight, and what their weights ought to be."""
+
+    def __init__(self, nbytes: int, fail_at: int | None = None) -> None:
+        self.params = [nn.Parameter(torch.randn(n)) for n in (10, 3000, 1, 1024, 700, 2500)]
+        self.home = {p: p.detach().clone() for p in self.params}
+        self.wanted = [p.detach().clone() for p in self.params]
+        self.staging = staging.Staging(torch.device("cpu"), self.params, nbytes)
+        self.fetched = 0
+        self.fail_at = fail_at
+        fetch = self.staging._fetch
+
+        def counted(batch: staging.Batch, piece: staging.Piece) -> None:
+            self.fetched += piece.stop - piece.start
+            fetch(batch, piece)
+
+        self.staging._fetch = counted  # type: ignore[method-assign]
+
+    def backward(self, times: int = 1, without: int | None = None) -> None:
+        for _ in range(times):
+            used = [p for i, p in enumerate(self.params) if i != without]
+            sum((p * torch.randn_like(p)).sum() for p in used).backward()
+
+    def update(self, tensors: list) -> int:
+        for p, start, stop, grad in tensors:
+            if self.fail_at is not None:
+                raise RuntimeError("as told")
+            self.home[p][start:stop] += grad
+        return len(tensors)
+
+    def step(self) -> None:
+        present = [p for p in self.params if p.grad is not None]
+        for p, wanted in zip(self.params, self.wanted, strict=True):
+            if p.grad is not None:
+                wanted += p.grad
+        self.staging.step(present, lambda p, a, b, g: (p, a, b, g.clone()), self.update, self.home.__getitem__)
+
+    def check(self) -> None:
+        for p, wanted in zip(self.params, self.wanted, strict=True):
+            assert torch.equal(p.detach(), wanted)
+        assert len(self.staging._free) == len(self.staging.arena.parts)
+        for p in self.params:
+            p.grad = None
+
+
+VALUES = 10 + 3000 + 1 + 1024 + 700 + 2500
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("nbytes", [1, 20_000, 10**9])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("change", ["none", "in place", "behind the version counter", "a new gradient"])
+def test_ring_uses_the_gradients_of_the_step(nbytes: int, micro_batches: int, change: str) -> None:
+    ring = Ring(nbytes)
+    for _ in range(5):
+        ring.backward(micro_batches)
+        for p in ring.params[::2]:
+            if change == "in place":
+                p.grad.mul_(0.5)
+            elif change == "behind the version counter":
+                p.grad.data.mul_(0.5)
+            elif change == "a new gradient":
+                p.grad = p.grad + 1
+        ring.step()
+        ring.check()
+
+
+@pytest.mark.usefixtures("at_once")
+def test_ring_fetches_once_what_came_early() -> None:
+    ring = Ring(10**9)
+    ring.backward()
+    assert ring.fetched == VALUES
+    ring.step()
+    assert ring.fetched == VALUES
+    ring.check()
+
+
+@pytest.mark.usefixtures("at_once")
+def test_ring_gives_up_early_copies_that_are_wasted() -> None:
+    ring = Ring(10**9)
+    for step in range(4):
+        ring.fetched = 0
+        ring.backward()
+        for p in ring.params:
+            p.grad.mul_(0.5)
+        ring.step()
+        ring.check()
+        assert ring.fetched == (2 * VALUES if step < staging.MISSES_ALLOWED else VALUES)
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("nbytes", [1, 10**9])
+def test_ring_without_some_gradients_and_after_a_dropped_step(nbytes: int) -> None:
+    ring = Ring(nbytes)
+    for without in (1, 5, 0, None):
+        ring.backward(without=without)
+        ring.step()
+        ring.check()
+        ring.backward()  # this step is skipped
+        ring.staging.drop()
+        ring.check()
+
+
+@pytest.mark.usefixtures("at_once")
+def test_ring_survives_a_step_that_failed() -> None:
+    ring = Ring(1, fail_at=0)
+    kept = [w.clone() for w in ring.wanted]
+    ring.backward()
+    with pytest.raises(RuntimeError, match="as told"):
+        ring.step()
+    ring.wanted, ring.fail_at = kept, None
+    ring.check()
+    ring.backward()
+    ring.step()
+    ring.check()
 
 
 def test_refused_pinning_goes_on_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
