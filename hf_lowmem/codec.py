@@ -5,10 +5,11 @@ equals bit for bit. Nothing here keeps state.
 
 Formats (docs/numerics.md has the measurements behind each choice):
 
-* first moment ``m``: symmetric integers, ``m = code * scale / levels`` with one fp32 scale (the absmax) a block, the
-  code chosen by stochastic rounding; zero is a code, and stays zero;
-* second moment ``v``: ``sqrt(v)`` as an unsigned tiny float (E3M1 in 4 bits, E4M4 in 8), relative to one fp32 scale
-  (the block's largest) a block. Zero is no code point. The code is chosen by stochastic rounding;
+* first moment ``m``: ``m = level * scale / 127`` with one fp32 scale (the absmax) a block; the levels are -127 .. 127
+  in 8 bits, a sign and 0, 1, 3, 7, 15, 31, 63 or 127 in 4. Chosen by stochastic rounding; zero stays zero;
+* second moment ``v``: ``sqrt(v)`` as an unsigned tiny float (E3M1 in 4 bits, E3M5 in 8), relative to one fp32 scale
+  (the block's largest) a block. Zero is no code point. Chosen by stochastic rounding. Its least level, 1/192 or 1/252
+  of the largest, is not far under m's 1/127: a small m that is rounded up to a level meets no root much smaller;
 * master weight, 24 bits, rounded stochastically: the bf16 or fp16 weight nearest to it, and one ``int8`` holding the
   rest in units of 1/256 of the weight's last place;
 * 16-bit weights without a master are rounded stochastically.
@@ -24,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+LEVELS = 127  # what the largest m of a block is written as
 HALF = 64  # values that share one draw of 512 random bits; two halves make a 4-bit block
 TO_NEAREST = 128  # the constant noise that makes stochastic rounding round to nearest
 SMALLEST_SCALE = 2.0**-100  # a block whose largest magnitude is under this is written as zero
@@ -48,9 +50,9 @@ class StateCodec:
     mantissa: int
 
     @property
-    def levels(self) -> int:
-        """Largest magnitude of an ``m`` code: 7 or 127."""
-        return 2 ** (self.bits - 1) - 1
+    def zero(self) -> int:
+        """The byte of which m's codes are made where m is zero."""
+        return 0 if self.bits == 4 else 128
 
     @property
     def top(self) -> float:
@@ -83,9 +85,12 @@ class StateCodec:
 
     # -- first moment -------------------------------------------------------------------------------------------
     def decode_m(self, data: Tensor, n: int) -> Tensor:
-        """Codes to ``float32[blocks, block]`` integers ``-levels .. levels``; times ``scale / levels`` they are m."""
-        zero = 2 ** (self.bits - 1)
-        return (self.unpack(data, n, padding=zero) - zero).float()
+        """Codes to ``float32[blocks, block]`` integers ``-127 .. 127``; times ``scale / 127`` they are m."""
+        if self.bits == 8:
+            return (self.unpack(data, n, padding=128) - 128).float()
+        codes = self.unpack(data, n)
+        magnitude = ((1 << (codes & 7)) - 1).float()
+        return torch.where(codes > 7, -magnitude, magnitude)
 
     def encode_m(self, m: Tensor, noise: Tensor, n: int, dither: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """``m`` ``float32[blocks, block]`` to (codes ``uint8[nbytes(n)]``, scales ``float32[blocks]``).
@@ -99,11 +104,14 @@ class StateCodec:
                 block's largest value could be rounded past the last code.)
         """
         scale = block_scale(m.abs().amax(1))
-        shift = torch.zeros_like(scale) if dither is None else (dither.float() - 31.5) / 64
-        scaled = fma(inverse(scale, self.levels * 256)[:, None], m, shift[:, None])
-        fixed = torch.round(scaled).to(torch.int32)
-        codes = ((fixed + noise) >> 8) + 2 ** (self.bits - 1)
-        return self.pack(codes, n), scale
+        unit = inverse(scale, LEVELS)[:, None]
+        if self.bits == 8:
+            shift = torch.zeros_like(scale) if dither is None else (dither.float() - 31.5) / 64
+            fixed = torch.round(fma(unit * 256, m, shift[:, None])).to(torch.int32)
+            return self.pack(((fixed + noise) >> 8) + 128, n), scale
+        # One more than the magnitude is a float whose exponent is the code, and halfway to the next one is halfway.
+        magnitude = _round_float(fma(unit, m.abs(), torch.ones_like(m)), 0, 0x3F800000, noise, dither)
+        return self.pack(magnitude | ((m.view(torch.int32) < 0).to(torch.int32) << 3), n), scale
 
     # -- second moment ------------------------------------------------------------------------------------------
     def decode_root(self, data: Tensor, n: int) -> Tensor:
@@ -116,16 +124,23 @@ class StateCodec:
         Args: as ``encode_m``'s.
         """
         scale = block_scale(root.amax(1))
-        bits = (root * inverse(scale, self.top)[:, None]).view(torch.int32)
-        shift = 23 - self.mantissa - 8
-        half = torch.tensor(1 << (shift - 1)) if dither is None else ((2 * dither + 1) << (shift - 7))[:, None]
-        fixed = (bits - 0x40000000 + half.to(bits)) >> shift
-        codes = (fixed.clamp(0, 0xFFFF) + noise).clamp_max(0xFFFF) >> 8
-        return self.pack(codes, n), scale
+        scaled = root * inverse(scale, self.top)[:, None]
+        return self.pack(_round_float(scaled, self.mantissa, 0x40000000, noise, dither), n), scale
+
+
+def _round_float(x: Tensor, mantissa: int, base: int, noise: Tensor, dither: Tensor | None) -> Tensor:
+    """``x`` ``float32[blocks, block]`` to the exponent and first mantissa bits of its pattern, counted from ``base``.
+
+    Between two codes the pattern grows as the value does, so rounding it stochastically rounds the value so.
+    """
+    shift = 23 - mantissa - 8
+    half = torch.tensor(1 << (shift - 1)) if dither is None else ((2 * dither + 1) << (shift - 7))[:, None]
+    fixed = (x.view(torch.int32) - base + half.to(x.device, torch.int32)) >> shift
+    return (fixed.clamp(0, 0xFFFF) + noise).clamp_max(0xFFFF) >> 8
 
 
 STATE4 = StateCodec(bits=4, block=128, mantissa=1)
-STATE8 = StateCodec(bits=8, block=256, mantissa=4)
+STATE8 = StateCodec(bits=8, block=256, mantissa=5)
 STATES = {4: STATE4, 8: STATE8}
 BLOCK32 = 256  # block of fp32 states: it numbers the random bits of 16-bit weights, nothing else
 

@@ -31,8 +31,7 @@ def new_state(n: int, bits: int, index: int) -> State:
         state["m"], state["v"] = torch.zeros(n), torch.zeros(n)
         return state
     form = codec.STATES[bits]
-    zero = 0x88 if bits == 4 else 0x80
-    state["m"] = torch.full((form.nbytes(n),), zero, dtype=torch.uint8)
+    state["m"] = torch.full((form.nbytes(n),), form.zero, dtype=torch.uint8)
     state["v"] = torch.zeros(form.nbytes(n), dtype=torch.uint8)
     state["m_scale"], state["v_scale"] = torch.zeros(form.blocks(n)), torch.zeros(form.blocks(n))
     return state
@@ -43,7 +42,7 @@ def moments(state: Mapping[str, Any], n: int) -> tuple[Tensor, Tensor]:
     if state["bits"] == 32:
         return state["m"], state["v"]
     form = codec.STATES[state["bits"]]
-    m = form.decode_m(state["m"], n) * (state["m_scale"] / form.levels)[:, None]
+    m = form.decode_m(state["m"], n) * (state["m_scale"] / codec.LEVELS)[:, None]
     root = form.decode_root(state["v"], n) * (state["v_scale"] / form.top)[:, None]
     return m.flatten()[:n], (root * root).flatten()[:n]
 

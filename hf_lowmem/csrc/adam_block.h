@@ -56,7 +56,7 @@ class AdamBlocks {
     if (kCoded) {  // the first update encodes a block that nobody reads, and so needs no code of its own
       memset(m_[1], 0, sizeof m_[1]);
       memset(root_[1], 0, sizeof root_[1]);
-      pending_ = {dummy_, dummy_, G::set1(0.0f), G::set1(0.0f), G::set1(0.0f), 0, G::seed(0, 0)};
+      pending_ = {dummy_, dummy_, G::set1(0.0f), G::set1(0.0f), G::set1(0.0f), 0, 0, G::seed(0, 0)};
       if constexpr (kExtended) memset(draws_[1], 0, sizeof draws_[1]);
     }
   }
@@ -92,8 +92,9 @@ class AdamBlocks {
   // A block that is updated and not yet encoded.
   struct Pending {
     uint8_t *m, *v;
-    F m_inverse, root_inverse, m_dither;
-    uint32_t root_dither;
+    F m_inverse, root_inverse;
+    F m_dither;               // of 8 bits
+    uint32_t m_base, v_base;  // the floats' patterns that are written as zero, less the dither
     Lanes lanes;
   };
 
@@ -178,13 +179,15 @@ class AdamBlocks {
     const float m_scale = block_scale(G::largest(max_m_)), v_scale = block_scale(G::largest(max_root_));
     *data_.m_scale = m_scale;
     *data_.v_scale = v_scale;
-    constexpr int kRootShift = 16 - Fmt::kMantissa;  // to the last of the 6 bits above the dither's own place
+    const uint32_t m_dither = (dither_ >> 20) & 63, v_dither = dither_ >> 26;
+    const float m_inverse = inverse(m_scale, kLevels);
     pending_ = {data_.m,
                 data_.v,
-                G::set1(inverse(m_scale, Fmt::kLevels * 256)),
+                G::set1(kBits == 8 ? m_inverse * 256 : m_inverse),
                 G::set1(inverse(v_scale, Fmt::kTop)),
-                G::set1((float((dither_ >> 20) & 63) - 31.5f) / 64),
-                (2 * (dither_ >> 26) + 1) << (kRootShift - 8),
+                G::set1((float(m_dither) - 31.5f) / 64),
+                0x3F800000u - ((2 * m_dither + 1) << 8),
+                0x40000000u - ((2 * v_dither + 1) << (8 - Fmt::kMantissa)),
                 lanes_};
     now_ ^= 1;
   }
@@ -196,11 +199,20 @@ class AdamBlocks {
   // dither that the block's values share.
   template <int kNibble, int kSub>
   HLM_INLINE void encode_m(int at) {
-    F4 m;
-    for (int k = 0; k < 4; k++)
-      m.v[k] = G::fma(G::load(m_[now_ ^ 1] + at + k * (G::kGroup / 4)), pending_.m_inverse, pending_.m_dither);
-    store_codes<kNibble, 1 << (kBits - 1)>(pending_.m, low_m_, at,
-                                           G::encode_m(m, G::template noise_bytes<kSub>(m_draw_)));
+    const W2 noise = G::template noise_bytes<kSub>(m_draw_);
+    F4 m, scaled;
+    for (int k = 0; k < 4; k++) {
+      m.v[k] = G::load(m_[now_ ^ 1] + at + k * (G::kGroup / 4));
+      // In 4 bits one more than the magnitude is a float whose exponent is the code.
+      scaled.v[k] = kBits == 8 ? G::fma(m.v[k], pending_.m_inverse, pending_.m_dither)
+                               : G::fma(G::abs(m.v[k]), pending_.m_inverse, G::set1(1.0f));
+    }
+    if constexpr (kBits == 8) {
+      store_codes<kNibble, 0x80>(pending_.m, low_m_, at, G::encode_m8(scaled, noise));
+    } else {
+      const B codes = G::template encode_float<0>(scaled, pending_.m_base, noise);
+      store_codes<kNibble, 0>(pending_.m, low_m_, at, G::with_signs(codes, m));
+    }
   }
   template <int kNibble, int kSub>
   HLM_INLINE void encode_root(int at) {
@@ -209,11 +221,10 @@ class AdamBlocks {
       root.v[k] = G::mul(G::load(root_[now_ ^ 1] + at + k * (G::kGroup / 4)), pending_.root_inverse);
     store_codes<kNibble, 0>(
         pending_.v, low_v_, at,
-        G::template encode_root<Fmt::kMantissa>(root, pending_.root_dither, G::template noise_bytes<kSub>(v_draw_)));
+        G::template encode_float<Fmt::kMantissa>(root, pending_.v_base, G::template noise_bytes<kSub>(v_draw_)));
   }
 
-  // kFlip: the codes' sign bit where they are signed, for they are stored with an offset. Low nibbles wait in `low` for
-  // the high ones.
+  // kFlip: the sign bit of 8-bit codes that are stored with an offset. Low nibbles wait in `low` for the high ones.
   template <int kNibble, int kFlip>
   static HLM_INLINE void store_codes(uint8_t* to, uint8_t* low, int at, B codes) {
     if constexpr (kBits == 8) {
@@ -222,7 +233,7 @@ class AdamBlocks {
       G::store_bytes(low + at, codes);
     } else {
       const B both = G::merge_nibbles(G::load_bytes(low + at - kHalf), codes);
-      G::store_bytes(to + at - kHalf, kFlip ? G::flip(both, kFlip * 0x11) : both);
+      G::store_bytes(to + at - kHalf, both);
     }
   }
 

@@ -51,7 +51,8 @@ constexpr int block_size(int bits) {
 
 namespace {
 
-constexpr int kHalf = 64;  // values that share a draw of random bits
+constexpr float kLevels = 127.0f;  // what the largest m of a block is written as
+constexpr int kHalf = 64;          // values that share a draw of random bits
 constexpr int kLargestBlock = 256;
 constexpr float kSmallestScale = 1.0f / (1 << 25) / (1 << 25) / (1 << 25) / (1 << 25);  // 2**-100
 
@@ -59,10 +60,9 @@ constexpr float kSmallestScale = 1.0f / (1 << 25) / (1 << 25) / (1 << 25) / (1 <
 template <int kBits>
 struct Format {
   static constexpr int kBlock = hlm::block_size(kBits);
-  static constexpr int kMantissa = kBits == 4 ? 1 : 4;
-  static constexpr float kLevels = kBits == 4 ? 7.0f : 127.0f;
-  static constexpr float kTop = kBits == 4 ? 1.5f * 256 : 1.9375f * 65536;  // value of the last code of sqrt(v)
-  static constexpr int kBlockBytes = kBlock * kBits / 8;                    // of one moment
+  static constexpr int kMantissa = kBits == 4 ? 1 : 5;
+  static constexpr float kTop = kBits == 4 ? 1.5f * 256 : 1.96875f * 256;  // value of the last code of sqrt(v)
+  static constexpr int kBlockBytes = kBlock * kBits / 8;                   // of one moment
 };
 
 // What the 16 codes of 4 bits stand for. Every value is exact in bf16, so two tables of bytes hold them all: a byte
@@ -71,10 +71,10 @@ struct NibbleTable {
   uint8_t high[16], low[16];
 };
 
-// m: code - 8.
+// m: a sign, and 2**k - 1.
 constexpr NibbleTable kNibbleM = {
-    {0xC1, 0xC0, 0xC0, 0xC0, 0xC0, 0xC0, 0xC0, 0xBF, 0x00, 0x3F, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40},
-    {0x00, 0xE0, 0xC0, 0xA0, 0x80, 0x40, 0x00, 0x80, 0x00, 0x80, 0x00, 0x40, 0x80, 0xA0, 0xC0, 0xE0}};
+    {0x00, 0x3F, 0x40, 0x40, 0x41, 0x41, 0x42, 0x42, 0x80, 0xBF, 0xC0, 0xC0, 0xC1, 0xC1, 0xC2, 0xC2},
+    {0x00, 0x80, 0x40, 0xE0, 0x70, 0xF8, 0x7C, 0xFE, 0x00, 0x80, 0x40, 0xE0, 0x70, 0xF8, 0x7C, 0xFE}};
 
 // The square of sqrt(v): 4 * 4**e for the code 2 e, 9 * 4**e for 2 e + 1.
 constexpr NibbleTable kNibbleV = {

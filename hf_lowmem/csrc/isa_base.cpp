@@ -122,9 +122,14 @@ struct Base {
     return each([&](int i) { return float(int(a.x[i]) - 128); });
   }
   static HLM_INLINE F4 decode_root8(B a) {
-    return each([&](int i) { return bits_float((uint32_t(a.x[i]) << 19) + 0x40000000u); });
+    return each([&](int i) { return bits_float((uint32_t(a.x[i]) << 18) + 0x40000000u); });
   }
-  static HLM_INLINE B encode_m(const F4& m, const W2& noise) {
+  // With the sign bits of the values at 8 in the nibbles.
+  static HLM_INLINE B with_signs(B codes, const F4& a) {
+    for (int i = 0; i < kGroup; i++) codes.x[i] |= uint8_t(float_bits(a.v[i / kWidth].x[i % kWidth]) >> 31 << 3);
+    return codes;
+  }
+  static HLM_INLINE B encode_m8(const F4& m, const W2& noise) {
     // Adding 1.5 * 2**23 leaves the integer nearest to a value under 2**22 (ties to even) in the last bits of the sum.
     constexpr float kMagic = 12582912.0f;
     B out;
@@ -134,13 +139,14 @@ struct Base {
     }
     return out;
   }
+  // Exponent and first mantissa bits, counted from `base`.
   template <int kMantissa>
-  static HLM_INLINE B encode_root(const F4& root, uint32_t dither, const W2& noise) {
+  static HLM_INLINE B encode_float(const F4& a, uint32_t base, const W2& noise) {
     constexpr int kShift = 15 - kMantissa;
-    const int32_t offset = int32_t(0x40000000 - dither);
+    const int32_t offset = int32_t(base);
     B out;
     for (int i = 0; i < kGroup; i++) {
-      const int32_t above = int32_t(float_bits(root.v[i / kWidth].x[i % kWidth])) - offset;
+      const int32_t above = int32_t(float_bits(a.v[i / kWidth].x[i % kWidth])) - offset;
       const uint32_t fixed = above < 0 ? 0 : least(uint32_t(above) >> kShift, 0xFFFF);
       out.x[i] = uint8_t(least(fixed + noise.x[i], 0xFFFF) >> 8);
     }

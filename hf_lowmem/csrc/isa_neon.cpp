@@ -130,25 +130,33 @@ struct Neon {
   }
   static HLM_INLINE F4 decode_root8(B a) {
     const uint16x8_t two = vdupq_n_u16(0x4000);
-    return floats(vdupq_n_u16(0), vdupq_n_u16(0), vaddq_u16(vshll_n_u8(vget_low_u8(a), 3), two),
-                  vaddq_u16(vshll_high_n_u8(a, 3), two));
+    return floats(vdupq_n_u16(0), vdupq_n_u16(0), vaddq_u16(vshll_n_u8(vget_low_u8(a), 2), two),
+                  vaddq_u16(vshll_high_n_u8(a, 2), two));
   }
 
-  static HLM_INLINE B encode_m(F4 m, W2 noise) {
+  // With the sign bits of the values at 8 in the nibbles.
+  static HLM_INLINE B with_signs(B codes, F4 a) {
+    uint16x8_t y[2];  // the upper words
+    for (int i = 0; i < 2; i++)
+      y[i] = vuzp2q_u16(vreinterpretq_u16_f32(a.v[2 * i]), vreinterpretq_u16_f32(a.v[2 * i + 1]));
+    return vorrq_u8(codes, vshlq_n_u8(vshrq_n_u8(high_bytes(y[0], y[1]), 7), 3));
+  }
+  static HLM_INLINE B encode_m8(F4 m, W2 noise) {
     int32x4_t x[4];
     for (int k = 0; k < 4; k++) x[k] = vcvtnq_s32_f32(m.v[k]);
     const uint16x8_t a = vreinterpretq_u16_s16(vqmovn_high_s32(vqmovn_s32(x[0]), x[1]));
     const uint16x8_t b = vreinterpretq_u16_s16(vqmovn_high_s32(vqmovn_s32(x[2]), x[3]));
     return high_bytes(vaddq_u16(a, noise.v[0]), vaddq_u16(b, noise.v[1]));
   }
+  // Exponent and first mantissa bits, counted from `base`.
   template <int kMantissa>
-  static HLM_INLINE B encode_root(F4 root, uint32_t dither, W2 noise) {
+  static HLM_INLINE B encode_float(F4 a, uint32_t base, W2 noise) {
     constexpr int kShift = 15 - kMantissa;
-    const int32x4_t offset = vdupq_n_s32(int32_t(0x40000000 - dither));
+    const int32x4_t offset = vdupq_n_s32(int32_t(base));
     int32x4_t x[4];
-    for (int k = 0; k < 4; k++) x[k] = vshrq_n_s32(vsubq_s32(vreinterpretq_s32_f32(root.v[k]), offset), kShift);
-    const uint16x8_t a = vqmovun_high_s32(vqmovun_s32(x[0]), x[1]), b = vqmovun_high_s32(vqmovun_s32(x[2]), x[3]);
-    return high_bytes(vqaddq_u16(a, noise.v[0]), vqaddq_u16(b, noise.v[1]));
+    for (int k = 0; k < 4; k++) x[k] = vshrq_n_s32(vsubq_s32(vreinterpretq_s32_f32(a.v[k]), offset), kShift);
+    const uint16x8_t low = vqmovun_high_s32(vqmovun_s32(x[0]), x[1]), high = vqmovun_high_s32(vqmovun_s32(x[2]), x[3]);
+    return high_bytes(vqaddq_u16(low, noise.v[0]), vqaddq_u16(high, noise.v[1]));
   }
 
   // -- random bits: codec.Noise

@@ -59,6 +59,7 @@
   static HLM_INLINE I low64(I a, I b) { return MM##_unpacklo_epi64(a, b); }                      \
   static HLM_INLINE I pack_i32(I a, I b) { return MM##_packs_epi32(a, b); }                      \
   static HLM_INLINE I pack_u32(I a, I b) { return MM##_packus_epi32(a, b); }                     \
+  static HLM_INLINE I pack_i16(I a, I b) { return MM##_packs_epi16(a, b); }                      \
   static HLM_INLINE I pack_u16(I a, I b) { return MM##_packus_epi16(a, b); }
 // clang-format on
 
@@ -144,21 +145,27 @@ struct X86 : V {
   }
   static HLM_INLINE F4 decode_root8(B a) {
     const I two = V::words(0x4000);
-    return floats(V::zero(), V::zero(), V::add16(V::template shl16<3>(V::low8(a, V::zero())), two),
-                  V::add16(V::template shl16<3>(V::high8(a, V::zero())), two));
+    return floats(V::zero(), V::zero(), V::add16(V::template shl16<2>(V::low8(a, V::zero())), two),
+                  V::add16(V::template shl16<2>(V::high8(a, V::zero())), two));
   }
 
-  static HLM_INLINE B encode_m(F4 m, W2 noise) {
+  // With the sign bits of the values at 8 in the nibbles.
+  static HLM_INLINE B with_signs(B codes, F4 a) {
+    const I x = V::pack_i16(V::pack_i32(V::as_int(a.v[0]), V::as_int(a.v[1])),
+                            V::pack_i32(V::as_int(a.v[2]), V::as_int(a.v[3])));
+    return V::bor(codes, V::band(V::template shr16<4>(x), V::bytes(8)));
+  }
+  static HLM_INLINE B encode_m8(F4 m, W2 noise) {
     I x[4];
     for (int k = 0; k < 4; k++) x[k] = V::round_to_int(m.v[k]);
     return high_bytes(V::add16(V::pack_i32(x[0], x[1]), noise.v[0]), V::add16(V::pack_i32(x[2], x[3]), noise.v[1]));
   }
+  // Exponent and first mantissa bits, counted from `base`.
   template <int kMantissa>
-  static HLM_INLINE B encode_root(F4 root, uint32_t dither, W2 noise) {
+  static HLM_INLINE B encode_float(F4 a, uint32_t base, W2 noise) {
     constexpr int kShift = 15 - kMantissa;
-    const I offset = V::dwords(0x40000000 - dither);
     I x[4];
-    for (int k = 0; k < 4; k++) x[k] = V::template sar32<kShift>(V::sub32(V::as_int(root.v[k]), offset));
+    for (int k = 0; k < 4; k++) x[k] = V::template sar32<kShift>(V::sub32(V::as_int(a.v[k]), V::dwords(base)));
     return high_bytes(V::adds_u16(V::pack_u32(x[0], x[1]), noise.v[0]),
                       V::adds_u16(V::pack_u32(x[2], x[3]), noise.v[1]));
   }

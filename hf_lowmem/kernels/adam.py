@@ -68,7 +68,7 @@ class AdamConstants:
         state = codec.STATES.get(bits)
         return cls(
             c_m=(1.0 - beta1) * grad_scale,
-            b_m=beta1 / state.levels if state else beta1,
+            b_m=beta1 / codec.LEVELS if state else beta1,
             c_h=math.sqrt(1.0 - beta2) * grad_scale,
             b_v=math.sqrt(beta2) / state.top if state else beta2,
             root_correction=1.0 / math.sqrt(1.0 - beta2**step),
