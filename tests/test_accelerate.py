@@ -195,6 +195,33 @@ def test_run(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "__main__ ['a_script.py', '-m', '1'] 5\n"
     run.main(["-m", "a_script", "--flag"])
     assert capsys.readouterr().out == f"__main__ ['{tmp_path / 'a_script.py'}', '--flag'] 5\n"
-    for argv, message in (([], "usage"), (["-m"], "usage"), (["--help"], "usage"), (["no.py"], "no file 'no.py'")):
-        with pytest.raises(SystemExit, match=message):
+    (tmp_path / "a_folder" / "inner").mkdir(parents=True)
+    for argv, message in (
+        (["no.py"], "no file 'no.py'"),
+        (["a_folder"], "'a_folder' is a folder"),
+        (["-m", "no_module"], "no module 'no_module'"),
+        (["-m", "a_folder.no"], "no module 'a_folder.no'"),
+        (["-m", "math.no"], "no module 'math.no'"),
+        (["-m", "a_folder.inner"], "no module 'a_folder.inner'"),
+        (["-m", ".a_script"], "no module '.a_script'"),
+        ([], "usage: "),
+        (["-m"], "usage: "),
+    ):
+        with pytest.raises(SystemExit) as caught:
             run.main(argv)
+        shown = capsys.readouterr()
+        assert caught.value.code == 2
+        assert message in shown.err
+        assert len(shown.err.splitlines()) == 1
+        assert shown.out == ""
+    with pytest.raises(SystemExit) as caught:
+        run.main(["--help"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: ")
+    (tmp_path / "a_folder" / "__main__.py").write_text("print(__name__)\n")
+    run.main(["-m", "a_folder"])
+    run.main(["a_folder"])
+    assert capsys.readouterr().out == "__main__\n" * 2
+    (tmp_path / "in_want.py").write_text("import what_is_missing\n")
+    with pytest.raises(ModuleNotFoundError, match="what_is_missing"):
+        run.main(["-m", "in_want"])

@@ -36,10 +36,11 @@ MAY_IMPORT = {
     "demo_data": set(),
     "demo": {"demo_data", "__init__"},
     "cli": {"doctor", "demo"},
+    "__main__": {"cli"},
 }
 # The doors: the only modules that know the libraries of Hugging Face.
-DOORS = {"registration", "trainer", "run", "doctor", "demo_data", "demo", "cli"}
-WITHOUT_TORCH = {"__init__", "config", "registration", "run", "cli", "demo_data"}
+DOORS = {"registration", "trainer", "run", "doctor", "demo_data", "demo", "cli", "__main__"}
+WITHOUT_TORCH = {"__init__", "config", "registration", "run", "cli", "__main__", "demo_data"}
 
 
 def modules() -> dict[str, Path]:

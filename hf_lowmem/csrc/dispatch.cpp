@@ -6,7 +6,7 @@
 
 #if HLM_X86
 #include <immintrin.h>
-#if defined(_MSC_VER)
+#if defined(_MSC_VER) && !defined(__clang__)
 #include <intrin.h>
 #else
 #include <cpuid.h>

@@ -17,7 +17,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -86,7 +86,7 @@ def isas() -> tuple[str, ...]:
 
 
 def isa() -> str:
-    """The instruction set in use: the best one, or what HF_LOWMEM_ISA says.
+    """The instruction set in use: the best one, or what HF_LOWMEM_ISA says, in upper or lower case.
 
     Raises:
         ValueError: HF_LOWMEM_ISA names none of ``isas()``.
@@ -94,9 +94,9 @@ def isa() -> str:
     forced = os.environ.get("HF_LOWMEM_ISA")
     if not forced:
         return isas()[0]
-    if forced not in isas():
+    if forced.lower() not in isas():
         raise ValueError(f"HF_LOWMEM_ISA={forced!r}: this machine and build have {', '.join(isas())}")
-    return forced
+    return forced.lower()
 
 
 # -- threads ------------------------------------------------------------------------------------------------------
@@ -147,20 +147,44 @@ class _Pool:
         self._executor: ThreadPoolExecutor | None = None
         self._size = 0
 
-    def run(self, work: Callable[[], int], threads: int) -> int:
-        """Runs ``work`` in ``threads`` threads at once, the calling one among them, and sums what they return."""
-        with self._lock:
-            if self._executor is None or self._size < threads - 1:
-                if self._executor is not None:
-                    self._executor.shutdown(wait=False)  # what it still runs is finished
-                self._size = threads - 1
-                self._executor = ThreadPoolExecutor(self._size, thread_name_prefix="hf_lowmem")
-            others = [self._executor.submit(work) for _ in range(threads - 1)]
-        total = work()
-        return total + sum(other.result() for other in others)
+    def run(self, work: Callable[[object], int], held: object, stop: Callable[[], None], threads: int) -> int:
+        """Runs ``work(held)`` in ``threads`` threads at once, the calling one among them, and sums what they return.
+
+        However it is left, by an exception (Ctrl-C, say) too, no thread is at work any more.
+
+        Args:
+            held: what ``work`` reads and writes by address: it lives as long as a thread is at work.
+            stop: called when one of them raises, or the calling thread is interrupted: makes ``work`` end early.
+        """
+        others: list[Future[int]] = []
+        try:
+            with self._lock:
+                if self._executor is None or self._size < threads - 1:
+                    if self._executor is not None:
+                        self._executor.shutdown(wait=False)  # what it still runs is finished
+                    self._size = threads - 1
+                    self._executor = ThreadPoolExecutor(self._size, thread_name_prefix="hf_lowmem")
+                # one by one, so that an interruption finds those that have been submitted
+                others.extend(self._executor.submit(work, held) for _ in range(threads - 1))
+            total = work(held)
+            return total + sum(other.result() for other in others)
+        except BaseException:
+            stop()
+            raise
+        finally:
+            _wait_for(others)
 
     def forget(self) -> None:
         self.__init__()  # type: ignore[misc]
+
+
+def _wait_for(futures: list[Future[int]]) -> None:
+    """Waits until all are done, however often Ctrl-C is pressed meanwhile."""
+    try:
+        wait(futures)
+    finally:
+        if not all(future.done() for future in futures):
+            _wait_for(futures)
 
 
 _pool = _Pool()
@@ -197,11 +221,13 @@ def adam_step(tensors: Sequence[AdamTensor], threads: int | None = None) -> int:
         if library is None and not os.environ.get("HF_LOWMEM_ISA"):
             _warn_once()
         return torch_adam_step(tensors)
-    return _run(library, _ISAS.index(name), records, len(tensors), units, threads)
+    return _run(library, _ISAS.index(name), records, tensors, units, threads)
 
 
-def _run(library: ctypes.CDLL, number: int, records: bytearray, count: int, units: int, threads: int) -> int:
-    address = ctypes.addressof(ctypes.c_char.from_buffer(records)) if records else 0
+def _run(
+    library: ctypes.CDLL, number: int, records: bytearray, tensors: Sequence[AdamTensor], units: int, threads: int
+) -> int:
+    address, count = ctypes.addressof(ctypes.c_char.from_buffer(records)) if records else 0, len(tensors)
     piece = max(-(-units // (threads * PIECES_PER_THREAD)), SMALLEST_PIECE // UNIT)
 
     def step(first: int, last: int) -> int:
@@ -210,15 +236,23 @@ def _run(library: ctypes.CDLL, number: int, records: bytearray, count: int, unit
             raise RuntimeError("the compiled core refuses a tensor that was checked: reinstall hf_lowmem")
         return skipped
 
-    return _spread(step, units, piece, threads)
+    return _spread(step, units, piece, threads, (records, list(tensors)))
 
 
-def _spread(function: Callable[[int, int], int], count: int, piece: int, threads: int) -> int:
-    """Sums ``function(first, last)`` over 0 .. count in pieces, each thread taking the next one when it is free."""
+def _spread(function: Callable[[int, int], int], count: int, piece: int, threads: int, held: object) -> int:
+    """Sums ``function(first, last)`` over 0 .. count in pieces, each thread taking the next one when it is free.
+
+    ``held`` is what the function reads and writes by address. If a piece raises, no further one is started.
+    """
     starts = iter(range(0, count, piece))
     lock = threading.Lock()
 
-    def work() -> int:
+    def stop() -> None:
+        with lock:
+            for _ in starts:
+                pass
+
+    def work(held: object) -> int:
         total = 0
         while True:
             with lock:
@@ -228,7 +262,7 @@ def _spread(function: Callable[[int, int], int], count: int, piece: int, threads
             total += function(start, min(start + piece, count))
 
     threads = min(threads, -(-count // piece))
-    return _pool.run(work, threads) if threads > 1 else work()
+    return _pool.run(work, held, stop, threads) if threads > 1 else work(held)
 
 
 def all_finite(tensors: Sequence[Tensor], threads: int | None = None) -> bool:
@@ -259,7 +293,7 @@ def all_finite(tensors: Sequence[Tensor], threads: int | None = None) -> bool:
     def look(first: int, last: int) -> int:
         return sum(library.hlm_any_over(number, *piece) for piece in pieces[first:last])
 
-    return not _spread(look, len(pieces), 1, default_threads() if threads is None else threads)
+    return not _spread(look, len(pieces), 1, default_threads() if threads is None else threads, list(tensors))
 
 
 def triad(a: Tensor, b: Tensor, c: Tensor, s: float, threads: int | None = None) -> None:
@@ -284,7 +318,7 @@ def triad(a: Tensor, b: Tensor, c: Tensor, s: float, threads: int | None = None)
         library.hlm_triad(number, *[address + 4 * first for address in addresses], s, last - first)
         return 0
 
-    _spread(part, n, max(-(-n // threads), 1), threads)
+    _spread(part, n, max(-(-n // threads), 1), threads, (a, b, c))
 
 
 @cache

@@ -325,6 +325,8 @@ def test_isas(monkeypatch: pytest.MonkeyPatch) -> None:
     assert native.isas()[-2:] == ("base", "torch")
     monkeypatch.delenv("HF_LOWMEM_ISA", raising=False)
     assert native.isa() == native.isas()[0]
+    monkeypatch.setenv("HF_LOWMEM_ISA", "BASE")
+    assert native.isa() == "base"
     monkeypatch.setenv("HF_LOWMEM_ISA", "sse9")
     with pytest.raises(ValueError, match=r"HF_LOWMEM_ISA='sse9': this machine and build have .*base, torch"):
         native.isa()

@@ -1,0 +1,8 @@
+"""``python -m hf_lowmem``: the same as ``hf-lowmem``."""
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
