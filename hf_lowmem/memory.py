@@ -59,4 +59,5 @@ def _register(base: Tensor, start: int, nbytes: int) -> bool:
 
 
 def _unregister(base: Tensor, start: int) -> None:
+    torch.cuda.synchronize()  # a copy from or to this memory may still run
     torch.cuda.cudart().cudaHostUnregister(base.data_ptr() + start)

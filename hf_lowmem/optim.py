@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import codec
+from . import codec, rules
 from . import state as states
 from .kernels import native
 from .kernels.adam import AdamConstants, AdamTensor
 from .memory import PinnedArena
 from .rules import DTYPES, SMALLEST_LOW_BIT, check_group, param_bits
-from .staging import Staging
+from .staging import Staging, sum_of_bits
 
 __all__ = ["LowBitAdamW", "param_bits"]
 FORMAT = 1  # of the state dict
@@ -26,14 +26,20 @@ class _Home:
     """Where the kernel finds a parameter's weight between two steps: the parameter itself, or its copy in RAM.
 
     Attributes:
-        weight: the flat weight that the kernel reads and writes.
-        copy: flat 16-bit copy that it writes beside an fp32 master, or None.
-        seen: (address, version) of the parameter after our last write. Another one means that somebody else wrote.
+        weight: the flat weight that the kernel reads and writes, or its fp32 master.
+        resident: the flat weight in the parameter's dtype: `weight`, or what the kernel writes beside a master.
+        seen: what the parameter was like after our last write; see `_mark`.
+        total: of a parameter on a GPU, the sum of its bits then, on the GPU.
     """
 
     weight: Tensor
-    copy: Tensor | None
-    seen: tuple[int, int] | None
+    resident: Tensor
+    seen: _Mark
+    total: Tensor | None = None
+
+    @property
+    def copy(self) -> Tensor | None:
+        return None if self.weight is self.resident else self.resident
 
 
 class LowBitAdamW(torch.optim.Optimizer):
@@ -125,7 +131,7 @@ class LowBitAdamW(torch.optim.Optimizer):
     def _reset_runtime(self) -> None:
         self._homes: dict[Tensor, _Home] = {}
         self._arenas: list[PinnedArena] = []
-        self._stagings: dict[torch.device, tuple[frozenset[int], Staging]] = {}
+        self._stagings: dict[torch.device, tuple[frozenset[Any], Staging]] = {}
         self._grad_scale = 1.0
         self._grads_finite: bool | None = None
 
@@ -256,9 +262,8 @@ class LowBitAdamW(torch.optim.Optimizer):
         skipped = native.adam_step(tensors, self.threads) if tensors else 0
         for p, _, _ in work:
             home = self._homes[p]
-            target = home.weight if home.copy is None else home.copy
-            if target.data_ptr() != p.data_ptr():  # a parameter that is not contiguous
-                p.copy_(target.view(p.shape))
+            if home.resident.data_ptr() != p.data_ptr():  # a parameter that is not contiguous
+                p.copy_(home.resident.view(p.shape))
             else:
                 torch.autograd.graph.increment_version(p)
             home.seen = _mark(p)
@@ -270,17 +275,16 @@ class LowBitAdamW(torch.optim.Optimizer):
         def tensor_of(p: Tensor, start: int, stop: int, grad: Tensor) -> AdamTensor:
             return self._tensor(p, groups[p], start, stop, grad, scale)
 
-        def home_of(p: Tensor) -> Tensor:
-            home = self._homes[p]
-            return home.weight if home.copy is None else home.copy
+        def update(tensors: list[AdamTensor]) -> int:
+            return native.adam_step(tensors, self.threads)
 
         with torch.cuda.device(device):
-            skipped = self._staging(device).step(
-                groups, tensor_of, lambda tensors: native.adam_step(tensors, self.threads), home_of
-            )
-        for p in groups:
-            self._homes[p].seen = _mark(p)
-        return skipped
+            try:
+                return self._staging(device).step(groups, tensor_of, update, lambda p: self._homes[p].resident)
+            finally:
+                for p in groups:
+                    home = self._homes[p]
+                    home.seen, home.total = _mark(p), sum_of_bits(p)
 
     def _tensor(
         self, p: Tensor, group: dict[str, Any], start: int, stop: int, grad: Tensor, scale: float
@@ -317,79 +321,105 @@ class LowBitAdamW(torch.optim.Optimizer):
     def _prepare(self, work: list[tuple[Tensor, dict[str, Any], str]]) -> None:
         """Makes states and homes that do not exist yet, and takes weights anew that somebody else has written."""
         numbers = {p: i for i, (p, _, _) in enumerate(self._named())}
-        fresh = []
+        fresh, rewritten = [], self._rewritten_on_gpu([p for p, _, _ in work])
         for p, group, _ in work:
             if not self.state[p]:
                 self.state[p] = states.new_state(p.numel(), self._bits(p, group), numbers[p])
             home = self._homes.get(p)
-            if home is None:
+            if home is None or home.seen[2:] != _mark(p)[2:]:  # another shape, layout, dtype or device
                 fresh.append((p, group))
-            elif home.seen != _mark(p) or home.weight.dtype is not self._home_dtype(p, group):
-                self._take_weight(p, group, home, keep_master=False)
-        on_device = [p for p, _ in fresh if p.device.type != "cpu"]
-        pinned = dict(zip(on_device, self._pinned(on_device), strict=True))
-        for p, group in fresh:
-            home = _Home(torch.empty(0), pinned.get(p), None)
-            self._take_weight(p, group, home, keep_master=True)
-            self._homes[p] = home
+            elif home.seen != _mark(p) or p in rewritten or self._wants(p, group) != self._has(p):
+                self._take_weight(p, group, home)
+            elif p.device.type == "cpu" and (home.copy is not None or not p.is_contiguous()):
+                self._take_weight(p, group, home)  # the parameter is not what the kernel reads: it may differ unnoticed
+        for (p, group), resident in zip(fresh, self._residents([p for p, _ in fresh]), strict=True):
+            self._homes[p] = _Home(resident, resident, _mark(p))
+            self._take_weight(p, group, None)
 
     def _bits(self, p: Tensor, group: Mapping[str, Any]) -> int:
         return 32 if p.numel() < SMALLEST_LOW_BIT else self._param_bits.get(p, group["state_bits"])
 
-    def _home_dtype(self, p: Tensor, group: Mapping[str, Any]) -> torch.dtype:
-        return torch.float32 if group["master_bits"] == 32 else p.dtype
+    def _wants(self, p: Tensor, group: Mapping[str, Any]) -> int | None:
+        """Bits of the master that a parameter is to have; None for an fp32 weight, which is its own."""
+        return None if p.dtype is torch.float32 else group["master_bits"]
 
-    def _pinned(self, params: list[Tensor]) -> list[Tensor]:
-        """A flat pinned tensor for each parameter, of its size and dtype."""
-        if not params:
-            return []
-        arena = PinnedArena([p.numel() * p.element_size() for p in params])
-        self._arenas.append(arena)
-        return [part.view(p.dtype) for part, p in zip(arena.parts, params, strict=True)]
+    def _has(self, p: Tensor) -> int | None:
+        state = self.state[p]
+        if p.dtype is torch.float32:
+            return None
+        return 32 if "master" in state else 24 if "extension" in state else 16
 
-    def _take_weight(self, p: Tensor, group: Mapping[str, Any], home: _Home, keep_master: bool) -> None:
+    def _rewritten_on_gpu(self, params: list[Tensor]) -> set[Tensor]:
+        """Parameters on a GPU that are not what we wrote last, whoever has written them and however."""
+        changed: set[Tensor] = set()
+        known = [p for p in params if p in self._homes and self._homes[p].total is not None and p.device.type != "cpu"]
+        for device in {p.device for p in known}:
+            here = [p for p in known if p.device == device]
+            totals = [t for p in here if (t := self._homes[p].total) is not None and t.device == device]
+            if len(totals) < len(here):  # some have moved here: `seen` says so
+                continue
+            same = torch.stack(totals) == torch.stack([sum_of_bits(p) for p in here])
+            changed |= {p for p, equal in zip(here, same.tolist(), strict=True) if not equal}
+        return changed
+
+    def _residents(self, params: list[Tensor]) -> list[Tensor]:
+        """Where each parameter's flat weight is to lie in RAM: pinned memory for those on a GPU."""
+        found: dict[Tensor, Tensor] = {}
+        for device in {p.device for p in params if p.device.type != "cpu"}:
+            here = [p for p in params if p.device == device]
+            with torch.cuda.device(device):
+                arena = PinnedArena([p.numel() * p.element_size() for p in here])
+            self._arenas.append(arena)
+            found |= {p: part.view(p.dtype) for part, p in zip(arena.parts, here, strict=True)}
+        return [found.get(p, torch.empty(0, dtype=p.dtype)) for p in params]
+
+    def _take_weight(self, p: Tensor, group: Mapping[str, Any], old: _Home | None) -> None:
         """Reads a parameter's weight into its home and makes its master fit it.
 
+        Where a value is what it was, its master stays; where somebody has written another one, the master starts at it.
+
         Args:
-            keep_master: trust the state's master: it was loaded together with the weight, or does not exist yet. False
-                after somebody has written the weight: the master starts at the new weight.
+            old: the home so far; None if there was none, and the state's master, if any, was made or loaded with the
+                weight.
         """
-        state = self.state[p]
+        state, home = self.state[p], self._homes[p]
+        before = None if old is None else old.resident
         if p.device.type == "cpu":
-            flat = p.detach().contiguous().view(-1)
-            resident = flat
+            now = p.detach().contiguous().view(-1)
+            unknown = before is not None and before.data_ptr() == now.data_ptr()  # overwritten: nobody knows by what
         else:
-            resident = home.copy if home.copy is not None else home.weight
-            resident.copy_(p.detach().reshape(-1))
-        wanted = 32 if p.dtype is torch.float32 else group["master_bits"]
+            before = None if before is None else before.clone()
+            now, unknown = home.resident, False
+            now.copy_(p.detach().reshape(-1))
+        same = None
+        if before is not None:
+            same = torch.zeros_like(now, dtype=torch.bool) if unknown else _bits_of(before) == _bits_of(now)
         extension, master = state.pop("extension", None), state.pop("master", None)
-        home.weight, home.copy = resident, None
-        if p.dtype is not torch.float32 and wanted == 24:
-            kept = keep_master and extension is not None
-            state["extension"] = extension if kept else torch.zeros(p.numel(), dtype=torch.int8)
-        elif p.dtype is not torch.float32 and wanted == 32:
-            if keep_master and extension is not None:
-                master = codec.join_master(resident, extension)
-            elif not keep_master or master is None:
-                master = resident.float()
-            state["master"] = home.weight = master
-            home.copy = resident
+        home.weight = home.resident = now
+        wanted = self._wants(p, group)
+        if wanted == 24:
+            empty = torch.zeros(p.numel(), dtype=torch.int8)
+            kept = empty if extension is None else extension
+            state["extension"] = kept if same is None else torch.where(same, kept, empty)
+        elif wanted == 32:
+            if master is not None:  # where it does not round to the weight it is not this weight's
+                master = torch.where(master.to(p.dtype) == now, master, now.float())
+            elif extension is not None:
+                master = codec.join_master(now, extension if same is None else torch.where(same, extension, 0))
+            state["master"] = home.weight = now.float() if master is None else master
         home.seen = _mark(p)
 
     def _staging(self, device: torch.device) -> Staging:
-        params = [p for p in self._homes_in_order() if p.device == device]
-        ids = frozenset(id(p) for p in params)
+        params = [p for p, _, _ in self._named() if p in self._homes and p.device == device]
+        key = frozenset((id(p), p.dtype, p.numel()) for p in params)
         known = self._stagings.get(device)
-        if known is not None and known[0] == ids:
+        if known is not None and known[0] == key:
             return known[1]
         if known is not None:
             known[1].close()
         staging = Staging(device, params, self.staging_bytes)
-        self._stagings[device] = (ids, staging)
+        self._stagings[device] = (key, staging)
         return staging
-
-    def _homes_in_order(self) -> list[Tensor]:
-        return [p for p, _, _ in self._named() if p in self._homes]
 
     # -- saving, loading, counting ----------------------------------------------------------------------------------
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -402,30 +432,24 @@ class LowBitAdamW(torch.optim.Optimizer):
             ValueError: groups or parameters that do not match, a damaged state, or one of more bits than this
                 optimizer has. Nothing has changed then.
         """
-        saved_groups = state_dict["param_groups"]
-        saved = [len(g["params"]) for g in saved_groups]
-        own = [len(g["params"]) for g in self.param_groups]
-        if saved != own:
-            raise ValueError(
-                f"the saved optimizer has parameter groups of {saved} parameters, this one of {own}: they belong to "
-                "different models, or other parameters were frozen."
-            )
-        ids = [i for g in saved_groups for i in g["params"]]
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        groups = rules.loaded_groups(state_dict, self.param_groups, FORMAT)
+        ids = [i for g in state_dict["param_groups"] for i in g["params"]]
         loaded: dict[Tensor, states.State] = {}
         for number, (key, (p, group, name)) in enumerate(zip(ids, self._named(), strict=True)):
-            if state_dict["state"].get(key):
-                master = None if p.dtype is torch.float32 else group["master_bits"]
-                bits = self._bits(p, group)
+            if key in state_dict["state"]:
+                bits, master = self._bits(p, group), self._wants(p, group)
                 loaded[p] = states.load_state(state_dict["state"][key], p.numel(), bits, master, number, name)
-        widths = [(g["state_bits"], g["master_bits"]) for g in self.param_groups]
-        super().load_state_dict({"state": {}, "param_groups": saved_groups})
-        for group, (state_bits, master_bits) in zip(self.param_groups, widths, strict=True):
-            group["state_bits"], group["master_bits"], group["format"] = state_bits, master_bits, FORMAT
+        self.param_groups = groups
         self.state.clear()
         self.state.update(loaded)
         for _, staging in self._stagings.values():
             staging.close()
         self._reset_runtime()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def nbytes(self) -> dict[str, int]:
         """What the optimizer holds so far: number of ``parameters``, bytes of their ``states`` and ``master``."""
@@ -456,5 +480,13 @@ def _all_finite(grads: list[Tensor], threads: int | None) -> bool:
     return all(bool(grad.isfinite().all()) for grad in on_device)
 
 
-def _mark(p: Tensor) -> tuple[int, int]:
-    return p.data_ptr(), p._version
+def _bits_of(x: Tensor) -> Tensor:
+    return x.view(torch.int32 if x.element_size() == 4 else torch.int16)
+
+
+_Mark = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype, torch.device]
+
+
+def _mark(p: Tensor) -> _Mark:
+    """What changes when somebody else writes a parameter, short of writing through ``.data``."""
+    return p.data_ptr(), p._version, p.shape, p.stride(), p.dtype, p.device

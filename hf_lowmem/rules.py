@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -11,6 +12,48 @@ from torch import Tensor, nn
 
 SMALLEST_LOW_BIT = 4096  # a parameter of fewer values keeps fp32 states
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def loaded_groups(saved: Mapping[str, Any], own: Sequence[dict[str, Any]], layout: int) -> list[dict[str, Any]]:
+    """The parameter groups of an optimizer that loads a state dict: hyperparameters as saved, widths as they are.
+
+    Args:
+        saved: the state dict, of ours or of torch.optim.AdamW.
+        own: the groups of the optimizer that loads.
+        layout: number of the layout of states that this version writes.
+
+    Raises:
+        ValueError: no state dict, groups of other sizes, of a later layout, of another optimizer than AdamW, or with
+            hyperparameters out of range.
+    """
+    if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
+        raise ValueError("this is no optimizer's state dict: it lacks state or param_groups. The file is damaged.")
+    sizes, wanted = ([len(g["params"]) for g in groups] for groups in (saved["param_groups"], own))
+    if sizes != wanted:
+        raise ValueError(
+            f"the saved optimizer has parameter groups of {sizes} parameters, this one of {wanted}: they belong to "
+            "different models, or other parameters were frozen."
+        )
+    groups = []
+    for theirs, ours in zip(saved["param_groups"], own, strict=True):
+        missing = {"lr", "betas", "eps", "weight_decay"} - theirs.keys()
+        if missing or theirs.get("maximize") or theirs.get("amsgrad") or theirs.get("decoupled_weight_decay") is False:
+            raise ValueError(
+                "the saved optimizer is another one than AdamW that minimizes, without amsgrad and with decoupled "
+                "weight decay. Train on with it, or load the weights alone."
+            )
+        if theirs.get("format", layout) != layout:
+            raise ValueError(
+                f"the states were written in layout {theirs['format']}, and this version of hf_lowmem reads {layout}. "
+                "Install the version that wrote them."
+            )
+        kept = {
+            key: ours[key] for key in ("params", "param_names", "state_bits", "master_bits", "format") if key in ours
+        }
+        group = {**deepcopy({k: v for k, v in theirs.items() if k != "params"}), **kept}
+        check_group(group)
+        groups.append(group)
+    return groups
 
 
 def param_bits(model: nn.Module, state_bits: int) -> dict[Tensor, int]:
@@ -23,10 +66,11 @@ def param_bits(model: nn.Module, state_bits: int) -> dict[Tensor, int]:
         model: any module; of a Hugging Face model the output head is asked for.
         state_bits: 4, 8 or 32.
     """
-    head = getattr(model, "get_output_embeddings", lambda: None)()
     wide = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
-    if isinstance(head, nn.Module):
-        wide |= {id(p) for p in head.parameters()}
+    for module in model.modules():  # the model itself may stand in a wrapper
+        head = getattr(module, "get_output_embeddings", lambda: None)()
+        if isinstance(head, nn.Module):
+            wide |= {id(p) for p in head.parameters()}
     norms = {id(p) for m in model.modules() if "norm" in type(m).__name__.lower() for p in m.parameters(recurse=False)}
     bits: dict[Tensor, int] = {}
     for p in model.parameters():

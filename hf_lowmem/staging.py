@@ -6,12 +6,14 @@ on a copy stream of their own; while batch i is updated by the CPU, the gradient
 weights of those before it go up.
 
 Gradients start down while backward still runs, as far as the slots reach. A gradient that is changed afterwards (the
-next micro-batch, clipping in place) is fetched again: its version tells, and since writing through ``.data`` leaves the
-version alone, its sum. Where that keeps happening in `step`, the early copies only waste the link and are given up.
+next micro-batch, clipping in place) is fetched again. Its version alone does not tell: a GradScaler's unscaling, a
+collective and whatever writes through ``.data`` leave it as it was. So the sum of all its bits is compared too, on the
+GPU. Where early copies turn out wasted in several steps, they are given up.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from .kernels.adam import AdamTensor
 from .memory import PinnedArena
@@ -29,7 +32,7 @@ MISSES_ALLOWED = 2
 
 
 class _Seen(NamedTuple):
-    """A gradient as it was when it started down; `total` is its sum, on the GPU."""
+    """A gradient as it was when it started down; `total` is the sum of its bits, on the GPU."""
 
     address: int
     version: int
@@ -99,17 +102,18 @@ class Staging:
         self._uploaded = torch.cuda.Event()
         self._came_down: dict[Tensor, _Seen] = {}
         self._misses = 0
-        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in params]
+        self._hooks = [p.register_post_accumulate_grad_hook(_hook_of(weakref.ref(self))) for p in params]
+        weakref.finalize(self, _remove, self._hooks)
 
     def close(self) -> None:
-        """Takes the hooks off the parameters."""
-        for hook in self._hooks:
-            hook.remove()
-        self._uploaded.synchronize()
+        """Takes the hooks off the parameters and waits for every copy, for the pinned memory may go now."""
+        _remove(self._hooks)
+        self._down.synchronize()
+        self._up.synchronize()
 
     # -- down -------------------------------------------------------------------------------------------------------
     def _on_gradient(self, param: Tensor) -> None:
-        if self._misses >= MISSES_ALLOWED or param.grad is None or not _fits(param):
+        if self._misses >= MISSES_ALLOWED or not self._fits(param):
             return
         complete = True
         for batch, piece in self._places[param]:
@@ -121,6 +125,15 @@ class Staging:
                 self._fetch(batch, piece)
         if complete:
             self._came_down[param] = _Seen(*_mark(param), _total(param))
+
+    def _fits(self, param: Tensor) -> bool:
+        grad = param.grad
+        return (
+            grad is not None
+            and not grad.is_sparse
+            and grad.dtype is param.dtype
+            and grad.device == param.device == self.device
+        )
 
     def _fetch(self, batch: Batch, piece: Piece) -> None:
         grad = piece.param.grad
@@ -147,11 +160,14 @@ class Staging:
             update: the kernel.
             home_of: a parameter's flat weight in RAM, which `update` writes.
         """
+        present = set(params)
         try:
-            return self._step(set(params), tensor_of, update, home_of)
+            return self._step(present, tensor_of, update, home_of)
         except BaseException:
             self.drop()
             raise
+        finally:
+            self._finish(present, home_of)
 
     def _step(
         self,
@@ -165,7 +181,8 @@ class Staging:
         waiting = deque(sorted(self.batches, key=lambda b: b.slot is None))
         coming: deque[tuple[Batch, list[Piece], torch.cuda.Event]] = deque()
         untouched = self._untouched(present)
-        skipped, stale = 0, not self._came_down.keys() <= untouched
+        self._misses += not self._came_down.keys() <= untouched
+        skipped = 0
         while waiting or coming:
             while waiting and (waiting[0].slot is not None or self._free):
                 batch = waiting.popleft()
@@ -186,7 +203,6 @@ class Staging:
             assert batch.slot is not None
             self._free.append(batch.slot)
             batch.slot = None
-        self._finish(stale)
         return skipped
 
     def _untouched(self, present: set[Tensor]) -> set[Tensor]:
@@ -196,8 +212,7 @@ class Staging:
             return set()
         before = torch.stack([self._came_down[p].total for p in came])
         now = torch.stack([_total(p) for p in came])
-        same = (before == now) | (before.isnan() & now.isnan())
-        return {p for p, equal in zip(came, same.tolist(), strict=True) if equal}
+        return {p for p, equal in zip(came, (before == now).tolist(), strict=True) if equal}
 
     def drop(self) -> None:
         """Forgets what came down: the step that it was for is not done."""
@@ -210,15 +225,18 @@ class Staging:
     def _send(self, pieces: list[Piece], home_of: Callable[[Tensor], Tensor]) -> None:
         with torch.cuda.stream(self._up):
             for piece in pieces:
-                param, home = piece.param.detach(), home_of(piece.param)
+                param = piece.param.detach()
                 if param.is_contiguous():
+                    home = home_of(piece.param)
                     param.view(-1)[piece.start : piece.stop].copy_(home[piece.start : piece.stop], non_blocking=True)
-                elif piece.stop == param.numel():
-                    param.copy_(home.view(param.shape), non_blocking=True)
 
-    def _finish(self, stale: bool) -> None:
+    def _finish(self, present: set[Tensor], home_of: Callable[[Tensor], Tensor]) -> None:
+        """Sends what could not go piece by piece, and makes whoever uses the weights wait for them."""
         self._came_down.clear()
-        self._misses += stale
+        with torch.cuda.stream(self._up):
+            for param in present:
+                if not param.is_contiguous():
+                    param.detach().copy_(home_of(param).view(param.shape), non_blocking=True)
         self._uploaded.record(self._up)
         torch.cuda.current_stream(self.device).wait_stream(self._up)
 
@@ -230,12 +248,28 @@ def _mark(param: Tensor) -> tuple[int, int]:
 
 def _total(param: Tensor) -> Tensor:
     assert param.grad is not None
-    return param.grad.detach().sum(dtype=torch.float32)
+    return sum_of_bits(param.grad)
 
 
-def _fits(param: Tensor) -> bool:
-    grad = param.grad
-    return grad is not None and grad.dtype is param.dtype and grad.device == param.device and not grad.is_sparse
+def sum_of_bits(x: Tensor) -> Tensor:
+    """The sum of a tensor's elements as integers of their width, ``int64``, where the tensor is: any change shows."""
+    return x.detach().view(torch.int32 if x.element_size() == 4 else torch.int16).sum(dtype=torch.int64)
+
+
+def _remove(hooks: Sequence[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
+def _hook_of(ring: weakref.ref[Staging]) -> Callable[[Tensor], None]:
+    """A parameter's hook, which does not keep the ring alive when its optimizer is gone."""
+
+    def hook(param: Tensor) -> None:
+        alive = ring()
+        if alive is not None:
+            alive._on_gradient(param)
+
+    return hook
 
 
 def _staged(batch: Batch, piece: Piece) -> Tensor:

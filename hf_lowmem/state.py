@@ -60,6 +60,8 @@ def load_state(saved: Mapping[str, Any], n: int, bits: int, master: int | None, 
     Raises:
         ValueError: the state is damaged, is none of AdamW's, or holds more bits than are wanted.
     """
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"optimizer state of {name} is a {type(saved).__name__}, not a dict.")
     source = _from_torch(saved, index, name) if "exp_avg" in saved else dict(saved)
     missing = {"step", "bits", "m", "v"} - source.keys()
     if missing:
@@ -81,8 +83,12 @@ def load_state(saved: Mapping[str, Any], n: int, bits: int, master: int | None, 
 
 
 def _from_torch(saved: Mapping[str, Any], index: int, name: str) -> State:
-    if "exp_avg_sq" not in saved or "step" not in saved:
-        raise ValueError(f"optimizer state of {name} holds exp_avg but not exp_avg_sq and step: it is none of AdamW's.")
+    other = saved.keys() - {"step", "exp_avg", "exp_avg_sq"}
+    if other or not {"step", "exp_avg_sq"} <= saved.keys():
+        raise ValueError(
+            f"optimizer state of {name} holds {', '.join(sorted(map(str, saved)))}: AdamW without amsgrad has step, "
+            "exp_avg and exp_avg_sq. Train on with the optimizer that wrote it, or load the weights alone."
+        )
     m, v = (saved[key].detach().float().cpu().flatten() for key in ("exp_avg", "exp_avg_sq"))
     return {"step": int(saved["step"]), "index": index, "bits": 32, "m": m, "v": v}
 
@@ -100,6 +106,10 @@ def _check(source: State, n: int, name: str) -> None:
     for key, dtype in (("extension", torch.int8), ("master", torch.float32)):
         if key in source:
             expected[key] = (n, dtype)
+    for key in ("step", "index"):
+        number = source.get(key, 0)
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 2**63:
+            raise ValueError(f"optimizer state of {name}: {key} is {number!r}, not a whole number of 0 or more.")
     for key, (length, dtype) in expected.items():
         value = source.get(key)
         if not isinstance(value, Tensor) or value.dtype is not dtype or value.numel() != length:
@@ -108,6 +118,13 @@ def _check(source: State, n: int, name: str) -> None:
                 f"optimizer state of {name}, which has {n} values: {key} is {found}, not {dtype}[{length}]. "
                 "It belongs to another model or the file is damaged."
             )
+    for key in ("m_scale", "v_scale", *(("m", "v", "master") if bits == 32 else ("master",))):
+        value = source.get(key)
+        if isinstance(value, Tensor) and not bool(value.isfinite().all()):
+            raise ValueError(f"optimizer state of {name}: {key} holds values that are not finite. The file is damaged.")
+    for key in ("m_scale", "v_scale", *(("v",) if bits == 32 else ())):
+        if key in source and source[key].numel() and bool((source[key] < 0).any()):
+            raise ValueError(f"optimizer state of {name}: {key} holds values below zero. The file is damaged.")
 
 
 def _widen(source: State, n: int, bits: int) -> State:

@@ -230,15 +230,21 @@ def _check_widths(saved: Mapping[str, Any], path: str, state_bits: int, master_b
 
 
 class SkippedStepsCallback(TrainerCallback):
-    """Adds ``skipped_steps`` to what is logged, once a step has been skipped for a NaN or infinite gradient."""
+    """Adds ``skipped_steps`` to what is logged, once a step has been skipped for a NaN or infinite gradient.
+
+    And ``skipped_blocks``, once a step has left out blocks: gradients changed after they were looked at, or too large.
+    """
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        logs, optimizer = kwargs.get("logs"), kwargs.get("optimizer")
-        skipped = getattr(_unwrapped(optimizer), "skipped_steps", 0)
-        if skipped and logs is not None and logs.keys() & {"loss", "train_loss"}:
-            logs["skipped_steps"] = skipped
-            if state.log_history:
-                state.log_history[-1]["skipped_steps"] = skipped  # stock code has made its copy before it calls us
+        logs, optimizer = kwargs.get("logs"), _unwrapped(kwargs.get("optimizer"))
+        if logs is None or not logs.keys() & {"loss", "train_loss"}:
+            return
+        for name in ("skipped_steps", "skipped_blocks"):
+            count = getattr(optimizer, name, 0)
+            if count:
+                logs[name] = count
+                if state.log_history:
+                    state.log_history[-1][name] = count  # stock code has made its copy before it calls us
 
 
 def _unwrapped(optimizer: Any) -> Any:
@@ -306,8 +312,12 @@ class LowMemMixin(_TrainerBase):
         The factor is that of torch.nn.utils.clip_grads_with_norm_, in the norm's own precision.
         """
         self.accelerator.unscale_gradients()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
         finite = bool(norm.isfinite())
+        if not finite and all(bool(g.isfinite().all()) for g in grads):  # the gradients' own dtype was too narrow
+            norm = torch.stack([g.double().norm().to(norm.device) for g in grads]).norm()
+            finite = True
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).item() if finite else 1.0
         _unwrapped(self.optimizer).scale_gradients(factor, finite)
         return norm

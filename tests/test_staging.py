@@ -7,6 +7,7 @@ one, on streams that do at once what they are told.
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -326,6 +327,29 @@ def test_ring_uses_the_gradients_of_the_step(nbytes: int, micro_batches: int, ch
                 p.grad = p.grad + 1
         ring.step()
         ring.check()
+
+
+@pytest.mark.usefixtures("at_once")
+def test_ring_sees_a_change_that_leaves_the_sum_as_it_was() -> None:
+    """What GradScaler's unscaling does, to gradients that add up to nothing."""
+    ring = Ring(10**9)
+    for p in ring.params[1:2]:
+        p.grad = torch.cat([torch.full((1500,), 65536.0), torch.full((1500,), -65536.0)])
+        ring.staging._on_gradient(p)
+        p.grad.data.div_(65536.0)
+    ring.step()
+    ring.check()
+
+
+@pytest.mark.usefixtures("at_once")
+def test_ring_goes_with_its_optimizer() -> None:
+    ring = Ring(10**9)
+    gone, params = weakref.ref(ring.staging), ring.params
+    del ring
+    gc.collect()
+    assert gone() is None
+    params[0].sum().backward()  # the hooks are gone with it
+    assert not params[0]._post_accumulate_grad_hooks
 
 
 @pytest.mark.usefixtures("at_once")

@@ -131,6 +131,12 @@ def test_damaged_states_are_refused() -> None:
         (lambda s: s.update(v_scale=s["v_scale"].double()), "v_scale"),
         (lambda s: s.update(bits=5), "says 5 bits"),
         (lambda s: s.pop("m_scale"), "m_scale is None"),
+        (lambda s: s["m_scale"].fill_(float("nan")), "m_scale holds values that are not finite"),
+        (lambda s: s["v_scale"].fill_(float("inf")), "v_scale holds values that are not finite"),
+        (lambda s: s["v_scale"].fill_(-1.0), "v_scale holds values below zero"),
+        (lambda s: s.update(step=-1), "step is -1"),
+        (lambda s: s.update(step="x"), "step is 'x'"),
+        (lambda s: s.update(index=2**70), "index is"),
     ):
         second = LowBitAdamW(params)
         with pytest.raises(ValueError, match=says):
@@ -138,3 +144,55 @@ def test_damaged_states_are_refused() -> None:
         assert not second.state
     with pytest.raises(ValueError, match="groups"):
         LowBitAdamW(params[:2]).load_state_dict(saved(first))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda g: g.pop("betas"), "another one than AdamW"),
+        (lambda g: g.update(maximize=True), "another one than AdamW"),
+        (lambda g: g.update(amsgrad=True), "another one than AdamW"),
+        (lambda g: g.update(betas=(2.0, 2.0)), "betas is"),
+        (lambda g: g.update(lr=float("nan")), "lr is nan"),
+        (lambda g: g.update(eps=0.0), "eps is"),
+        (lambda g: g.update(format=99), "layout 99"),
+    ],
+)
+def test_damaged_or_foreign_groups_are_refused(change, says: str) -> None:
+    params = parameters(torch.bfloat16)
+    first = LowBitAdamW(params)
+    run(params, first, range(2))
+    file, before = saved(first), str(saved(first))
+    change(file["param_groups"][0])
+    with pytest.raises(ValueError, match=says):
+        first.load_state_dict(file)
+    assert str(saved(first)) == before
+
+
+def test_what_is_no_state_dict_is_refused() -> None:
+    for thing in ({}, {"state": {}}, []):
+        with pytest.raises(ValueError, match="no optimizer's state dict"):
+            LowBitAdamW(parameters()).load_state_dict(thing)
+
+
+@pytest.mark.parametrize("options", [{"maximize": True}, {"amsgrad": True}])
+def test_another_adamw_is_refused(options: dict) -> None:
+    params = parameters()
+    reference = torch.optim.AdamW(params, **options)
+    run(params, reference, range(1))
+    with pytest.raises(ValueError, match="another one than AdamW"):
+        LowBitAdamW(params, state_bits=32).load_state_dict(saved(reference))
+
+
+def test_hooks_of_loading_see_the_states() -> None:
+    params = parameters()
+    optimizer = LowBitAdamW(params)
+    run(params, optimizer, range(1))
+    seen = []
+    optimizer.register_load_state_dict_pre_hook(lambda o, file: seen.append(len(file["state"])))
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append(len(o.state)))
+    optimizer.load_state_dict(saved(optimizer))
+    assert seen == [6, 6]  # the empty parameter has none
+    optimizer.register_load_state_dict_pre_hook(lambda o, file: {**file, "state": {}})
+    optimizer.load_state_dict(saved(optimizer))
+    assert not optimizer.state

@@ -362,3 +362,18 @@ def test_a_gradient_scaler_skips_by_itself(tiny, tmp_path):
         LowMemTrainer, tmp_path, trainer={"callbacks": [Poison({}, 0)]}, optim="cpu_adam4bit", max_grad_norm=0.5
     )
     assert logged(scaled, "grad_norm")[0] == logged(plain, "grad_norm")[0]  # a power of two scales exactly
+
+
+def test_a_norm_that_fp16_cannot_hold_skips_nothing(tiny, tmp_path):
+    """Finite gradients whose norm is over 65,504: torch's norm of fp16 gradients is infinite then."""
+    model = tiny.model(dtype="float16")
+    trainer = LowMemTrainer(model=model, args=tiny.args(tmp_path), train_dataset=tiny.data())
+    optimizer = trainer.create_optimizer()
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 1000.0)
+    norm = trainer._measure_gradients(model, 1.0)
+    count = sum(p.numel() for p in model.parameters())
+    assert norm.item() == pytest.approx(1000.0 * count**0.5, rel=1e-6)
+    optimizer.step()
+    assert optimizer.skipped_steps == 0
+    assert all(p.isfinite().all() for p in model.parameters())
