@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 HELDOUT_BLOCKS = 16  # enough for a loss with two stable decimals; more would cost a slow CPU its ten minutes
 # Bytes a parameter of fp32 AdamW: its two moments, and the fp32 copy that it keeps of a 16-bit weight.
 FP32_STATES, FP32_MASTER = 8.0, 4.0
+MARK = ".hf_lowmem_demo"  # a file that says whose folder this is: the demo overwrites only what is its own
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,14 @@ def run(options: argparse.Namespace) -> Report:
         options: the parsed arguments of ``hf-lowmem demo``.
 
     Raises:
-        BadInput: a model or a text that cannot be used; nothing was trained.
+        BadInput: a model, a text or a folder that cannot be used; nothing was trained.
     """
     start = time.monotonic()
+    with output_folder(options.output, options.model) as output:
+        return _run(options, output, start)
+
+
+def _run(options: argparse.Namespace, output: Path, start: float) -> Report:
     texts = read_texts(options.text)
     training_text, heldout_text = heldout_split(texts)
 
@@ -94,10 +102,9 @@ def run(options: argparse.Namespace) -> Report:
     )
 
     before = heldout_loss(model, heldout, options.batch, "loss before")
-    trainer = train(model, training, options)
+    trainer = train(model, training, options, output)
     after = heldout_loss(model, heldout, options.batch, "loss after")
 
-    output = Path(options.output).resolve()
     trainer.save_model(str(output))
     tokenizer.save_pretrained(output)
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
@@ -121,6 +128,58 @@ def run(options: argparse.Namespace) -> Report:
     )
     _say("\n" + "\n".join(report.lines()))
     return report
+
+
+@contextmanager
+def output_folder(name: str, model: str | None) -> Iterator[Path]:
+    """The folder of the result, made and marked as the demo's own; if it stays empty, it is removed again.
+
+    Args:
+        name: what ``--output`` says.
+        model: what ``--model`` says.
+
+    Raises:
+        BadInput: no folder can be there, it cannot be written, or it holds what the demo has not written.
+    """
+    if not name.strip():
+        raise BadInput("--output is empty: give the name of a folder, or leave it out.")
+    mark = Path(MARK)
+    made: list[Path] = []
+    try:
+        path = Path(name).expanduser().resolve()
+        mark = path / MARK
+        if path.exists() and not path.is_dir():
+            raise BadInput(f"--output {name}: this is a file. Give a folder.")
+        if model is not None and path == Path(model).expanduser().resolve():
+            raise BadInput(f"--output {name}: this is the model's own folder. Give another one.")
+        if path.is_dir() and not mark.exists() and any(path.iterdir()):
+            raise BadInput(
+                f"--output {name}: the folder holds files that the demo has not written, and might overwrite. Give "
+                "a new or an empty folder."
+            )
+        made = [folder for folder in (path, *path.parents) if not folder.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        mark.write_text("Written by `hf-lowmem demo`, which may overwrite what is in this folder.\n", encoding="utf-8")
+    except (OSError, RuntimeError) as error:  # RuntimeError: no such home, or links in a circle
+        _remove_empty(mark, made)
+        raise BadInput(
+            f"--output {name}: no folder that can be written: {getattr(error, 'strerror', error)}."
+        ) from error
+    try:
+        yield path
+    except BaseException:
+        _remove_empty(mark, made)
+        raise
+
+
+def _remove_empty(mark: Path, made: list[Path]) -> None:
+    """Removes the mark where nothing else is beside it, and then the folders that were made and are empty."""
+    with suppress(OSError):
+        if [item.name for item in mark.parent.iterdir()] == [MARK]:
+            mark.unlink()
+    for folder in made:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def load(source: Source, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -175,13 +234,15 @@ def heldout_loss(model: PreTrainedModel, blocks: list[dict[str, torch.Tensor]], 
     return total / len(blocks)
 
 
-def train(model: PreTrainedModel, blocks: list[dict[str, torch.Tensor]], options: argparse.Namespace) -> Any:
+def train(
+    model: PreTrainedModel, blocks: list[dict[str, torch.Tensor]], options: argparse.Namespace, output: Path
+) -> Any:
     """Trains with the stock Trainer, for ``--steps`` or until ``--minutes`` are over, and returns it."""
     import torch
     import transformers
 
     arguments = transformers.TrainingArguments(
-        output_dir=options.output,
+        output_dir=str(output),
         optim=options.optim,
         optim_args=f"threads={options.threads}" if options.threads else None,
         learning_rate=options.lr,

@@ -43,7 +43,6 @@ def as_table() -> str:
     """The report as aligned lines under headings."""
     found = report()
     system, core = found["system"], found["core"]
-    engine = f"native, {core['isa']} (here: {', '.join(core['isas'])})" if core["native"] else "plain torch (slow)"
     omp = core["omp_num_threads"]
     sections: list[tuple[str, list[tuple[str, str]]]] = [
         (
@@ -60,7 +59,7 @@ def as_table() -> str:
         (
             "optimizer core",
             [
-                ("engine", engine),
+                ("engine", _engine(core)),
                 ("threads", str(core["threads"])),
                 ("OMP_NUM_THREADS", f"{omp or 'not set'} (ignored by the core)"),
                 ("HF_LOWMEM_ISA", core["forced_isa"] or "not set"),
@@ -108,18 +107,35 @@ def _core() -> dict[str, Any]:
         "isa": None,
         "isas": [],
         "error": None,
+        "isa_error": None,
         "threads": native.default_threads(),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "forced_isa": os.environ.get("HF_LOWMEM_ISA"),
     }
     try:
         core["native"] = native.available()
-        if core["native"]:
-            core["isas"] = list(native.isas())
-            core["isa"] = native.isa()
-    except (RuntimeError, ValueError, OSError) as error:
+        core["isas"] = list(native.isas()) if core["native"] else [native.TORCH]
+        if (core["forced_isa"] or core["isas"][0]).lower() in core["isas"]:
+            core["isa"] = native.isa() if core["native"] else native.TORCH
+        else:
+            core["isa_error"] = (
+                f"HF_LOWMEM_ISA={core['forced_isa']} is not an instruction set that works here, so every optimizer "
+                f"step will be refused. Unset it, which takes the best one, or set it to {' or '.join(core['isas'])}"
+            )
+    except (ImportError, RuntimeError, ValueError, OSError) as error:
         core["error"] = str(error)
     return core
+
+
+def _engine(core: dict[str, Any]) -> str:
+    here = f"(here: {', '.join(core['isas'])})"
+    if core["isa_error"]:
+        return f"none, for HF_LOWMEM_ISA is wrong {here}"
+    if not core["native"]:
+        return "plain torch (slow)"
+    if core["isa"] == "torch":
+        return f"plain torch (slow), which HF_LOWMEM_ISA asks for {here}"
+    return f"native, {core['isa']} {here}"
 
 
 def _gpus() -> list[dict[str, Any]]:
@@ -144,6 +160,8 @@ def _gpu_line(gpu: dict[str, Any]) -> str:
 
 def _advice(core: dict[str, Any]) -> list[str]:
     advice = []
+    if core["isa_error"]:
+        advice.append(core["isa_error"])
     if core["error"]:
         advice.append(f"the native core refuses to run: {core['error']}")
     elif not core["native"]:

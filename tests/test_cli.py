@@ -15,6 +15,7 @@ from tiny_model import save_text, save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from hf_lowmem import cli, demo_data
+from hf_lowmem import demo as demo_module
 from hf_lowmem.kernels import native
 
 
@@ -56,7 +57,7 @@ def test_demo_trains_reports_and_saves(
 
 def test_demo_ends_in_time(model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "out"
-    flags = ["--steps", 1000, "--minutes", 0, "--seq", 32, "--output", output]
+    flags = ["--steps", 1000, "--minutes", 1e-6, "--seq", 32, "--output", output]
     assert demo("--model", model, "--text", text, *flags) == 0
     assert "stopped after 1 of 1000 steps" in capsys.readouterr().out
     assert (output / "model.safetensors").exists()
@@ -77,7 +78,7 @@ def test_demo_refuses_a_path_that_is_not_there(
 
 def test_demo_refuses_a_folder_without_a_model(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
-    assert demo("--model", tmp_path / "empty", "--text", text) == 2
+    assert demo("--model", tmp_path / "empty", "--text", text, "--output", tmp_path / "out") == 2
     assert "cannot load it as a causal language model" in capsys.readouterr().err
 
 
@@ -94,11 +95,108 @@ def test_demo_refuses_text_that_cannot_be_split(
     assert reason in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", [["--steps", "0"], ["--optim", "adamw"], ["--batch", "x"]])
-def test_demo_refuses_bad_numbers(wrong: list[str]) -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *["--steps=0", "--steps=-3", "--steps=1.5", "--batch=x", "--batch=0", "--seq=0", "--optim=adamw"],
+        *["--lr=nan", "--lr=inf", "--lr=-1e-4", "--lr=fast", "--seed=-1", "--seed=4294967296", "--seed=x"],
+        *["--minutes=nan", "--minutes=0", "--minutes=-1", "--minutes=", "--threads=0", "--threads=1025"],
+    ],
+)
+def test_demo_refuses_bad_numbers(capsys: pytest.CaptureFixture[str], wrong: str) -> None:
     with pytest.raises(SystemExit) as caught:
-        demo(*wrong)
+        demo(wrong)
     assert caught.value.code == 2
+    assert f"argument {wrong.partition('=')[0]}: " in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_help_of_the_demo_gives_each_default_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        demo("--help")
+    assert caught.value.code == 0
+    shown = " ".join(capsys.readouterr().out.partition("options:")[2].split())
+    assert "None" not in shown
+    entries = [entry for entry in re.split(r" (?=--[a-z]+ )", shown) if entry.startswith("--")][1:]  # --help
+    assert len(entries) == 11
+    assert all(entry.count("default") == 1 for entry in entries)
+
+
+# -- the demo's folder ---------------------------------------------------------------------------------------------
+def refused(capsys: pytest.CaptureFixture[str], output: object, *flags: object) -> str:
+    """The message that refuses the folder before anything else is looked at: there is no such text."""
+    assert demo("--text", "/there/is/no/such/text", "--output", output, *flags) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert len(shown.err.splitlines()) == 1
+    assert "--output" in shown.err
+    return shown.err
+
+
+def test_demo_refuses_a_file_as_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert "is a file" in refused(capsys, tmp_path / "file")
+    refused(capsys, tmp_path / "file" / "below" / "it")
+    refused(capsys, tmp_path / ("x" * 300))
+    refused(capsys, "~no_such_user_is_here/out")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_demo_refuses_a_folder_without_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "empty" in refused(capsys, "")
+
+
+def test_demo_refuses_a_folder_that_it_cannot_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(path: Path, *_: object, **__: object) -> int:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "write_text", denied)
+    assert "Permission denied" in refused(capsys, tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_demo_overwrites_no_files_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("mine")
+    assert "holds files that the demo has not written" in refused(capsys, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_demo_overwrites_its_own_result_but_not_its_model(
+    model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    flags = ["--steps", 1, "--seq", 32, "--text", text, "--output", output]
+    assert demo("--model", model, *flags) == 0
+    assert demo("--model", model, *flags, "--seed", 7) == 0
+    capsys.readouterr()
+    before = (output / "model.safetensors").read_bytes()
+    assert "the model's own folder" in refused(capsys, output, "--model", output)
+    assert demo("--model", tmp_path / "nowhere", *flags) == 2
+    assert (output / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["new", "empty"])
+def test_a_demo_that_failed_leaves_the_folder_as_it_was(tmp_path: Path, there: bool) -> None:
+    output = tmp_path / "a" / "out"
+    if there:
+        output.mkdir(parents=True)
+    assert demo("--text", tmp_path / "nowhere", "--output", output) == 2
+    assert list(tmp_path.rglob("*")) == ([tmp_path / "a", output] if there else [])
+
+
+# -- Ctrl-C --------------------------------------------------------------------------------------------------------
+def test_ctrl_c_is_one_line(
+    model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo_module, "train", interrupted)
+    output = tmp_path / "out"
+    assert demo("--model", model, "--text", text, "--seq", 32, "--output", output) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "hf-lowmem demo: interrupted"
+    assert not output.exists()
 
 
 @pytest.mark.slow
@@ -186,8 +284,38 @@ def test_doctor_without_the_core_says_what_to_do(
 def test_doctor_reports_a_wrong_isa(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_LOWMEM_ISA", "mmx")
     assert cli.main(["doctor"]) == 0
-    if native.available():
-        assert "mmx" in capsys.readouterr().out.split("!")[-1]
+    (advice,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("!")][:1]
+    assert "HF_LOWMEM_ISA=mmx is not" in advice
+    assert f"set it to {' or '.join(native.isas())}" in advice
+    assert "core refuses" not in advice
+    assert cli.main(["doctor", "--json"]) == 0
+    core = json.loads(capsys.readouterr().out)["core"]
+    assert (core["isa"], core["error"], core["native"]) == (None, None, native.available())
+
+
+def test_doctor_takes_an_isa_in_upper_case(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_LOWMEM_ISA", native.isas()[0].upper())
+    assert cli.main(["doctor", "--json"]) == 0
+    core = json.loads(capsys.readouterr().out)["core"]
+    assert (core["isa"], core["isa_error"]) == (native.isas()[0], None)
+
+
+def test_doctor_reports_a_core_of_another_version(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses() -> bool:
+        raise ImportError("ABI version 1")
+
+    monkeypatch.setattr(native, "available", refuses)
+    assert cli.main(["doctor"]) == 0
+    assert "! the native core refuses to run: ABI version 1" in capsys.readouterr().out
+
+
+def test_python_m() -> None:
+    command = [sys.executable, "-m", "hf_lowmem", "--version"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("hf-lowmem ")
 
 
 def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
