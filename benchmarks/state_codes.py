@@ -78,12 +78,14 @@ M_CODES = {
         *(0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.562617, 0.7229568, 1.0),
     ],
     "E2M1": symmetric([k / 6 for k in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]),
+    "powers of two less one": symmetric([(2**k - 1) / 127 for k in range(8)]),
     "linear 8 bits": symmetric([k / 127 for k in range(128)]),
 }
 V_CODES = {
     "linear": [i / 16 for i in range(1, 17)],
     "with zero": [i / 15 for i in range(16)],
     "E3M1": [(2 + b) * 2.0**e / 384 for e in range(8) for b in (0, 1)],
+    "E3M5": [(32 + b) * 2.0**e / (63 * 2.0**7) for e in range(8) for b in range(32)],
     "E4M4": [(16 + b) * 2.0**e / (31 * 2.0**15) for e in range(16) for b in range(16)],
 }
 
@@ -98,10 +100,13 @@ class Recipe:
     block: int = BLOCK
 
 
-OURS8 = Recipe(("linear 8 bits", stochastic), ("E4M4", stochastic), block=256)
+OURS8 = Recipe(("linear 8 bits", stochastic), ("E3M5", stochastic), block=256)
 RECIPES = {
     "fp32": Recipe(),
-    "m linear SR, sqrt(v) E3M1 SR (the format)": Recipe(("linear -7..7", stochastic), ("E3M1", stochastic)),
+    "m powers less one SR, sqrt(v) E3M1 SR (the format)": Recipe(
+        ("powers of two less one", stochastic), ("E3M1", stochastic)
+    ),
+    "m linear SR, sqrt(v) E3M1 SR": Recipe(("linear -7..7", stochastic), ("E3M1", stochastic)),
     "m linear without zero SR, sqrt(v) E3M1 SR": Recipe(("linear without zero", stochastic), ("E3M1", stochastic)),
     "m k8 SR, sqrt(v) E3M1 SR": Recipe(("0,1,4,11,30,63,95,127", stochastic), ("E3M1", stochastic)),
     "m E2M1 SR, sqrt(v) E3M1 SR": Recipe(("E2M1", stochastic), ("E3M1", stochastic)),
@@ -118,7 +123,8 @@ RECIPES = {
     "m DE4 nearest, v linear nearest (torchao)": Recipe(
         ("DE4 (lpmm, torchao)", nearest), ("linear", nearest), root=False
     ),
-    "8 bits: m linear SR, sqrt(v) E4M4 SR (the format)": OURS8,
+    "8 bits: m linear SR, sqrt(v) E3M5 SR (the format)": OURS8,
+    "8 bits: m linear SR, sqrt(v) E4M4 SR": Recipe(("linear 8 bits", stochastic), ("E4M4", stochastic), block=256),
     "m alone, linear SR": Recipe(m=("linear -7..7", stochastic)),
     "v alone, sqrt E3M1 SR": Recipe(v=("E3M1", stochastic)),
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import zipfile
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -190,6 +191,10 @@ def _check_checkpoint(trainer: Trainer, folder: str) -> None:
             )
         try:
             saved[file] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums of what it maps
+                damaged = archive.testzip()
+            if damaged:
+                raise ValueError(f"the checksum of {damaged} is wrong")
         except Exception as error:
             raise RuntimeError(
                 f"{path} ({os.path.getsize(path):,} bytes) cannot be read: {error}. It is truncated or damaged: resume "

@@ -117,6 +117,16 @@ def test_a_truncated_optimizer(tiny, tmp_path, checkpoint, cls, size):
 
 
 @pytest.mark.parametrize("cls", CLASSES.values())
+@pytest.mark.parametrize("at", [0.3, 0.5, 0.7])
+def test_a_flipped_bit(tiny, tmp_path, checkpoint, cls, at):
+    path = checkpoint / "optimizer.pt"
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * at)] ^= 16
+    path.write_bytes(data)
+    assert "damaged" in refused(tiny, tmp_path, cls, checkpoint, RuntimeError, r"optimizer\.pt .*cannot be read")
+
+
+@pytest.mark.parametrize("cls", CLASSES.values())
 def test_something_else_in_the_file(tiny, tmp_path, checkpoint, cls):
     (checkpoint / "optimizer.pt").write_text("hello")
     refused(tiny, tmp_path, cls, checkpoint, RuntimeError, r"optimizer\.pt \(5 bytes\) cannot be read")
