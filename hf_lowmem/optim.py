@@ -403,7 +403,8 @@ class LowBitAdamW(torch.optim.Optimizer):
             state["extension"] = kept if same is None else torch.where(same, kept, empty)
         elif wanted == 32:
             if master is not None:  # where it does not round to the weight it is not this weight's
-                master = torch.where(master.to(p.dtype) == now, master, now.float())
+                fits = master.to(p.dtype) == now
+                master = master if bool(fits.all()) else torch.where(fits, master, now.float())
             elif extension is not None:
                 master = codec.join_master(now, extension if same is None else torch.where(same, extension, 0))
             state["master"] = home.weight = now.float() if master is None else master
