@@ -11,6 +11,7 @@ import weakref
 
 import pytest
 import torch
+from at_once import AtOnce
 from torch import nn
 
 from hf_lowmem import memory, staging
@@ -242,17 +243,6 @@ def test_arena_is_pinned_at_its_exact_size_and_let_go() -> None:
 
 
 # -- the ring, without a GPU ----------------------------------------------------------------------------------------
-class AtOnce:
-    """Stands for a stream, an event and the context of a stream: everything has been done when it is asked for."""
-
-    def __init__(self, *args: object) -> None: ...
-    def wait_stream(self, other: object) -> None: ...
-    def record(self, stream: object) -> None: ...
-    def synchronize(self) -> None: ...
-    def __enter__(self) -> None: ...
-    def __exit__(self, *args: object) -> None: ...
-
-
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("Stream", "Event", "stream", "current_stream"):
