@@ -1,0 +1,85 @@
+"""The benchmarks run, at a length that measures nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_model import save_tiny_model
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def in_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def test_quality_goes_on_where_it_was(tmp_path, monkeypatch):
+    import finetune
+    import quality
+
+    monkeypatch.setattr(quality, "find_spec", lambda name: None)  # torchao compiles for minutes
+    for name, value in (("SEQ", 64), ("BATCH", 4), ("HELDOUT", 8)):
+        monkeypatch.setattr(finetune, name, value)
+    model, losses, out = save_tiny_model(tmp_path / "model"), tmp_path / "losses.json", tmp_path / "out.md"
+    for seeds in (["0"], ["0", "1"]):
+        argv = ["quality.py", "--model", str(model), "--device", "cpu", "--steps", "1", "--seeds", *seeds]
+        monkeypatch.setattr(sys, "argv", [*argv, "--losses", str(losses), "--out", str(out)])
+        quality.main()
+    found = json.loads(losses.read_text())
+    assert found.keys() == {"0.0001", "1e-06"}
+    assert all(found["0.0001"][recipe].keys() == {"0", "1"} for recipe in found["0.0001"])
+    assert "| 4-bit, 24-bit master (default) |" in out.read_text()
+
+
+def test_state_codes_of_the_format_are_the_librarys(monkeypatch):
+    import state_codes
+
+    from hf_lowmem import codec
+
+    for bits, (m, v) in {4: ("powers of two less one", "E3M1"), 8: ("linear 8 bits", "E3M5")}.items():
+        form = codec.STATES[bits]
+        every = torch.arange(form.block, dtype=torch.int32).view(1, -1) % 2**bits
+        data = form.pack(every, form.block)
+        roots = (form.decode_root(data, form.block) / form.top).unique()
+        torch.testing.assert_close(roots, torch.tensor(state_codes.V_CODES[v]))
+        levels = (form.decode_m(data, form.block) / codec.LEVELS).unique()
+        if bits == 8:
+            levels = levels[1:]  # -128 is no code
+        torch.testing.assert_close(levels, torch.tensor(state_codes.M_CODES[m]).unique())
+
+
+def test_optimizer_speed(tmp_path, monkeypatch):
+    import optimizer
+
+    monkeypatch.setattr(optimizer, "SETTLE_S", 0.0)
+    out = tmp_path / "out.md"
+    argv = ["optimizer.py", "--values", "300000", "--threads", "2", "--rounds", "1", "--peer-values", "0"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--out", str(out)])
+    threads = torch.get_num_threads()
+    try:
+        optimizer.main()
+    finally:
+        torch.set_num_threads(threads)
+    assert "| LowBitAdamW 4-bit (default recipe) |" in out.read_text()
+
+
+def test_long_run(monkeypatch):
+    import long_run
+
+    lost, ratio = long_run.run("4", seed=0, steps=3, lr=1e-3)
+    assert 0 < lost < 10
+    assert ratio == pytest.approx(1.0, abs=0.5)
+
+
+def test_uneven_blocks():
+    import uneven_blocks
+
+    recipe = uneven_blocks.RECIPES["powers of two less one, E3M1 (4 bits)"]
+    _, updates, largest, _ = uneven_blocks.run(recipe, 0.5, 20, quadratic=False)
+    assert updates.isfinite().all()
+    assert largest > 0
