@@ -185,6 +185,27 @@ bool triad_is_right(int isa) {
   return true;
 }
 
+bool any_over_is_right(int isa) {
+  for (int dtype : {HLM_F32, HLM_BF16, HLM_F16}) {
+    const size_t width = dtype == HLM_F32 ? 4 : 2;
+    for (int n : {0, 1, 7, 255, 256, 257, 1000}) {
+      Buffer x(width * size_t(n));
+      uint8_t* bytes = static_cast<uint8_t*>(x.data());
+      for (size_t i = 0; i < width * size_t(n); i++) bytes[i] = uint8_t(i % width == width - 1 ? 0x80 : 1);  // negative
+      const uint32_t least = width == 4 ? 0x00010101u : 0x0001u;
+      if (hlm_any_over(isa, dtype, bytes, n, least) != 0) return false;
+      if (hlm_any_over(isa, dtype, bytes, n, least - 1) != (n > 0)) return false;
+      for (int at : {0, n / 2, n - 1}) {
+        if (at < 0 || at >= n) continue;
+        bytes[width * size_t(at)] = 2;
+        if (hlm_any_over(isa, dtype, bytes, n, least) != 1) return false;
+        bytes[width * size_t(at)] = 1;
+      }
+    }
+  }
+  return hlm_any_over(isa, HLM_NONE, nullptr, 0, 0) == -1 && hlm_any_over(HLM_ISA_COUNT, HLM_F32, nullptr, 0, 0) == -1;
+}
+
 // Prints the case's line; the number of failures.
 int check_case(const std::vector<int>& isas, int bits, const Types& types, uint8_t grad, int n) {
   int64_t skipped = 0, skipped_here = 0;
@@ -213,6 +234,7 @@ int main() {
   int failures = 0;
   for (int isa : isas) {
     if (!unknown_tensors_are_refused(isa)) failures += printf("  isa %d accepts an unknown tensor\n", isa) > 0;
+    if (!any_over_is_right(isa)) failures += printf("  isa %d: wrong any_over\n", isa) > 0;
     if (!triad_is_right(isa)) failures += printf("  isa %d: wrong triad\n", isa) > 0;
   }
   for (int bits : {4, 8, 32}) {
