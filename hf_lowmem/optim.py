@@ -14,7 +14,7 @@ from . import state as states
 from .kernels import native
 from .kernels.adam import AdamConstants, AdamTensor
 from .memory import PinnedArena
-from .rules import DTYPES, SMALLEST_LOW_BIT, check_group, param_bits
+from .rules import DTYPES, SMALLEST_LOW_BIT, check_group, check_param_bits, check_whole, param_bits
 from .staging import Staging, sum_of_bits
 
 __all__ = ["LowBitAdamW", "param_bits"]
@@ -103,10 +103,11 @@ class LowBitAdamW(torch.optim.Optimizer):
     ) -> None:
         if maximize:
             raise ValueError("LowBitAdamW does not maximize: negate the loss instead.")
-        if threads is not None and threads < 1:
-            raise ValueError(f"threads is {threads}: at least 1, or None for the physical cores less one.")
-        if staging_bytes < 1:
-            raise ValueError(f"staging_bytes is {staging_bytes}: at least 1 (two slots are kept in any case).")
+        check_whole("threads", threads, "None for the physical cores less one")
+        check_whole("max_skipped_steps", max_skipped_steps, "None for no limit")
+        check_whole("staging_bytes", staging_bytes, "two slots are kept in any case")
+        check_whole("seed", seed, "0 is the default", least=0)
+        check_param_bits(param_bits or {})
         self.threads = threads
         self.seed = int(seed)
         self.staging_bytes = int(staging_bytes)

@@ -81,6 +81,25 @@ def param_bits(model: nn.Module, state_bits: int) -> dict[Tensor, int]:
     return bits
 
 
+def check_whole(name: str, value: Any, hint: str, least: int = 1) -> None:
+    """Raises: ValueError unless the value is a whole number of `least` or more, or None where the hint says so."""
+    if value is None and hint.startswith("None"):
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
+        raise ValueError(f"{name} is {value!r}: a whole number of {least} or more ({hint}).")
+
+
+def check_param_bits(bits: Mapping[Tensor, int]) -> None:
+    """Raises: ValueError unless every key is a parameter and every value a width."""
+    for key, width in bits.items():
+        if not isinstance(key, Tensor):
+            raise ValueError(
+                f"param_bits has the key {key!r}: its keys are parameters, not their names."
+            )
+        if width not in (4, 8, 32) or not isinstance(width, int):
+            raise ValueError(f"param_bits has {width!r} for a parameter of shape {tuple(key.shape)}: 4, 8 or 32.")
+
+
 def check_group(group: Mapping[str, Any]) -> None:
     """Refuses a parameter group.
 
@@ -98,10 +117,9 @@ def check_group(group: Mapping[str, Any]) -> None:
         raise ValueError(f"eps is {eps}: more than 0 (1e-8 is usual); it guards a division.")
     if not (decay >= 0 and math.isfinite(decay)):
         raise ValueError(f"weight_decay is {decay}: a finite number, 0 or more.")
-    if group["state_bits"] not in (4, 8, 32):
-        raise ValueError(f"state_bits is {group['state_bits']}: 4, 8 or 32.")
-    if group["master_bits"] not in (16, 24, 32):
-        raise ValueError(f"master_bits is {group['master_bits']}: 16, 24 or 32.")
+    for name, widths in (("state_bits", (4, 8, 32)), ("master_bits", (16, 24, 32))):
+        if not isinstance(group[name], int) or group[name] not in widths:
+            raise ValueError(f"{name} is {group[name]!r}: {widths[0]}, {widths[1]} or {widths[2]}, a whole number.")
     names = group.get("param_names")
     for i, p in enumerate(group["params"]):
         if p.dtype not in DTYPES:

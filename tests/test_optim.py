@@ -348,6 +348,15 @@ def test_unchecked_step_keeps_bad_blocks(state_bits: int) -> None:
         ({"threads": 0}, "threads is 0"),
         ({"maximize": True}, "maximize"),
         ({"staging_bytes": 0}, "staging_bytes"),
+        ({"threads": "4"}, "threads is '4'"),
+        ({"threads": 1.5}, "threads is 1.5"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 2**80}, "seed is"),
+        ({"max_skipped_steps": 0}, "max_skipped_steps is 0"),
+        ({"state_bits": 4.0}, "state_bits is 4.0"),
+        ({"state_bits": "4"}, "state_bits is '4'"),
+        ({"param_bits": {"weight": 8}}, "key 'weight'"),
+        ({"param_bits": {torch.zeros(3): 5}}, "has 5 for a parameter of shape"),
     ],
 )
 def test_bad_options(options: dict, says: str) -> None:
