@@ -93,9 +93,7 @@ def check_param_bits(bits: Mapping[Tensor, int]) -> None:
     """Raises: ValueError unless every key is a parameter and every value a width."""
     for key, width in bits.items():
         if not isinstance(key, Tensor):
-            raise ValueError(
-                f"param_bits has the key {key!r}: its keys are parameters, not their names."
-            )
+            raise ValueError(f"param_bits has the key {key!r}: its keys are parameters, not their names.")
         if width not in (4, 8, 32) or not isinstance(width, int):
             raise ValueError(f"param_bits has {width!r} for a parameter of shape {tuple(key.shape)}: 4, 8 or 32.")
 
