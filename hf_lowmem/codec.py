@@ -185,7 +185,8 @@ class Noise:
     if its weights are 16 bits rounded stochastically, two for each half of 64 values, a word a value; then one for
     each half. Value ``j`` takes byte ``j`` of that for m. For v it takes byte ``j`` of the draw with every lane rotated
     right by 8 bits: another byte of the same lane. The extension of a 24-bit master takes the exclusive or of these two
-    bytes. So the three noises of a value are independent in pairs.
+    bytes. So the three noises of one value are independent in pairs; those of two values in one lane need not be: a
+    value's byte for v is its neighbour's for m.
 
     Args:
         key: see ``tensor_key``.

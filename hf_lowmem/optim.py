@@ -15,7 +15,7 @@ from .kernels import native
 from .kernels.adam import AdamConstants, AdamTensor
 from .memory import PinnedArena
 from .rules import DTYPES, SMALLEST_LOW_BIT, check_group, check_param_bits, check_whole, param_bits
-from .staging import Staging, sum_of_bits
+from .staging import Staging, bits_of, sum_of_bits
 
 __all__ = ["LowBitAdamW", "param_bits"]
 FORMAT = 1  # of the state dict
@@ -109,8 +109,8 @@ class LowBitAdamW(torch.optim.Optimizer):
         check_whole("seed", seed, "0 is the default", least=0)
         check_param_bits(param_bits or {})
         self.threads = threads
-        self.seed = int(seed)
-        self.staging_bytes = int(staging_bytes)
+        self.seed = seed
+        self.staging_bytes = staging_bytes
         self.check_finite = check_finite
         self.max_skipped_steps = max_skipped_steps
         self.skipped_steps = 0
@@ -394,7 +394,7 @@ class LowBitAdamW(torch.optim.Optimizer):
             now.copy_(p.detach().reshape(-1))
         same = None
         if before is not None:
-            same = torch.zeros_like(now, dtype=torch.bool) if unknown else _bits_of(before) == _bits_of(now)
+            same = torch.zeros_like(now, dtype=torch.bool) if unknown else bits_of(before) == bits_of(now)
         extension, master = state.pop("extension", None), state.pop("master", None)
         home.weight = home.resident = now
         wanted = self._wants(p, group)
@@ -480,10 +480,6 @@ def _all_finite(grads: list[Tensor], threads: int | None) -> bool:
     if all(bool(torch.stack(found).isfinite().all()) for found in sums.values()):
         return True
     return all(bool(grad.isfinite().all()) for grad in on_device)
-
-
-def _bits_of(x: Tensor) -> Tensor:
-    return x.view(torch.int32 if x.element_size() == 4 else torch.int16)
 
 
 _Mark = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype, torch.device]

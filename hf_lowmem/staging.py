@@ -251,9 +251,17 @@ def _total(param: Tensor) -> Tensor:
     return sum_of_bits(param.grad)
 
 
+def bits_of(x: Tensor) -> Tensor:
+    """A tensor of 2- or 4-byte floats as integers of their width."""
+    return x.view(torch.int32 if x.element_size() == 4 else torch.int16)
+
+
 def sum_of_bits(x: Tensor) -> Tensor:
-    """The sum of a tensor's elements as integers of their width, ``int64``, where the tensor is: any change shows."""
-    return x.detach().view(torch.int32 if x.element_size() == 4 else torch.int16).sum(dtype=torch.int64)
+    """The sum of a tensor's elements as integers, ``int64``, where the tensor is.
+
+    The change of any one value shows; values that change places with each other do not.
+    """
+    return bits_of(x.detach()).sum(dtype=torch.int64)
 
 
 def _remove(hooks: Sequence[RemovableHandle]) -> None:
