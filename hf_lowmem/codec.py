@@ -6,7 +6,8 @@ equals bit for bit. Nothing here keeps state.
 Formats (docs/numerics.md has the measurements behind each choice):
 
 * first moment ``m``: ``m = level * scale / 127`` with one fp32 scale (the absmax) a block; the levels are -127 .. 127
-  in 8 bits, a sign and 0, 1, 3, 7, 15, 31, 63 or 127 in 4. Chosen by stochastic rounding; zero stays zero;
+  in 8 bits, a sign and 0, 1, 3, 7, 15, 31, 63 or 127 in 4, the number of the level in two's complement. Chosen by
+  stochastic rounding; zero stays zero;
 * second moment ``v``: ``sqrt(v)`` as an unsigned tiny float (E3M1 in 4 bits, E3M5 in 8), relative to one fp32 scale
   (the block's largest) a block. Zero is no code point. Chosen by stochastic rounding. Its least level, 1/192 or 1/252
   of the largest, is not far under m's 1/127: a small m that is rounded up to a level meets no root much smaller;
@@ -88,9 +89,9 @@ class StateCodec:
         """Codes to ``float32[blocks, block]`` integers ``-127 .. 127``; times ``scale / 127`` they are m."""
         if self.bits == 8:
             return (self.unpack(data, n, padding=128) - 128).float()
-        codes = self.unpack(data, n)
-        magnitude = ((1 << (codes & 7)) - 1).float()
-        return torch.where(codes > 7, -magnitude, magnitude)
+        codes = (self.unpack(data, n) ^ 8) - 8
+        magnitude = ((1 << codes.abs()) - 1).float()
+        return torch.where(codes < 0, -magnitude, magnitude)
 
     def encode_m(self, m: Tensor, noise: Tensor, n: int, dither: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """``m`` ``float32[blocks, block]`` to (codes ``uint8[nbytes(n)]``, scales ``float32[blocks]``).
@@ -110,8 +111,8 @@ class StateCodec:
             fixed = torch.round(fma(unit * 256, m, shift[:, None])).to(torch.int32)
             return self.pack(((fixed + noise) >> 8) + 128, n), scale
         # One more than the magnitude is a float whose exponent is the code, and halfway to the next one is halfway.
-        magnitude = _round_float(fma(unit, m.abs(), torch.ones_like(m)), 0, 0x3F800000, noise, dither)
-        return self.pack(magnitude | ((m.view(torch.int32) < 0).to(torch.int32) << 3), n), scale
+        level = _round_float(fma(unit, m.abs(), torch.ones_like(m)), 0, 0x3F800000, noise, dither)
+        return self.pack(torch.where(m.view(torch.int32) < 0, -level, level) & 15, n), scale
 
     # -- second moment ------------------------------------------------------------------------------------------
     def decode_root(self, data: Tensor, n: int) -> Tensor:
@@ -181,12 +182,13 @@ class Noise:
 
     Lane ``l`` of block ``b`` starts at ``fmix32((16 b + l) * 0x9E3779B9 + low) ^ high``, ``low`` and ``high`` being the
     key's halves and fmix32 MurmurHash3's finalizer. A draw steps all lanes once (Marsaglia 2003: 13, 17, 5). Written
-    one after another, little-endian, they are 32 words of 16 bits or 64 bytes. The draws of a block are, in this order:
-    if its weights are 16 bits rounded stochastically, two for each half of 64 values, a word a value; then one for
-    each half. Value ``j`` takes byte ``j`` of that for m. For v it takes byte ``j`` of the draw with every lane rotated
-    right by 8 bits: another byte of the same lane. The extension of a 24-bit master takes the exclusive or of these two
-    bytes. So the three noises of one value are independent in pairs; those of two values in one lane need not be: a
-    value's byte for v is its neighbour's for m.
+    one after another, little-endian, they are 32 words of 16 bits. The draws of a block are, in this order: if its
+    weights are 16 bits rounded stochastically, two for each half of 64 values, a word a value; then one for each half,
+    of which 16 values share 8 words. Value ``j`` under 8 takes the lower byte of word ``j`` for m and the upper one for
+    v; value ``8 + j`` the upper one for m and the lower one for v. The extension of a 24-bit master takes for value
+    ``j`` the exclusive or of word ``j``'s bytes, for value ``8 + j`` that of word ``j``'s lower and word ``(j + 2) %
+    8``'s upper byte. So the three noises of one value are independent in pairs; those of two values that share a word
+    need not be.
 
     Args:
         key: see ``tensor_key``.
@@ -222,20 +224,20 @@ class Noise:
 
     def weight_words(self, halves: int) -> Tensor:
         """16 bits for every value, ``int32[blocks, 64 * halves]``."""
-        return torch.cat([_pieces(self.draw(), 16) for _ in range(2 * halves)], 1)
+        return torch.cat([_words(self.draw()) for _ in range(2 * halves)], 1)
 
-    def moment_bytes(self, halves: int) -> tuple[Tensor, Tensor]:
-        """8 bits for every value of m and of v, each ``int32[blocks, 64 * halves]``."""
-        draws = [self.draw() for _ in range(halves)]
-        m = torch.cat([_pieces(x, 8) for x in draws], 1)
-        v = torch.cat([_pieces((x >> 8) | ((x & 255) << 24), 8) for x in draws], 1)
-        return m, v
+    def rounding_bytes(self, halves: int) -> tuple[Tensor, Tensor, Tensor]:
+        """8 bits for every value of m, of v and of the extension, each ``int32[blocks, 64 * halves]``."""
+        words = torch.cat([_words(self.draw()) for _ in range(halves)], 1).view(-1, 4 * halves, 8)
+        lower, upper = words & 255, words >> 8
+        m, v = torch.cat((lower, upper), 2), torch.cat((upper, lower), 2)
+        extension = torch.cat((lower ^ upper, lower ^ upper.roll(-2, 2)), 2)
+        return m.flatten(1), v.flatten(1), extension.flatten(1)
 
 
-def _pieces(lanes: Tensor, bits: int) -> Tensor:
-    """32-bit lanes as 16-bit words or bytes, the lowest first, ``int32[blocks, 16 * 32 // bits]``."""
-    parts = [(lanes >> shift) & ((1 << bits) - 1) for shift in range(0, 32, bits)]
-    return torch.stack(parts, 2).flatten(1).to(torch.int32)
+def _words(lanes: Tensor) -> Tensor:
+    """32-bit lanes as 16-bit words, the lower one first, ``int32[blocks, 32]``."""
+    return torch.stack((lanes & 0xFFFF, lanes >> 16), 2).flatten(1).to(torch.int32)
 
 
 # -- master weights ---------------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ class PinnedArena:
 def _register(base: Tensor, start: int, nbytes: int) -> bool:
     code = int(torch.cuda.cudart().cudaHostRegister(base.data_ptr() + start, nbytes, 0))
     if code:
+        _forget_error()
         warnings.warn(
             f"the driver refused to pin {nbytes / 2**30:.2f} GiB of host memory (CUDA error {code}): copies to and "
             "from the GPU will be several times slower. Raise the limit (ulimit -l unlimited; on WSL the memory of the "
@@ -56,6 +57,14 @@ def _register(base: Tensor, start: int, nbytes: int) -> bool:
             stacklevel=3,
         )
     return code == 0
+
+
+def _forget_error() -> None:
+    """The driver keeps a refusal as its last error, and the next launch would be blamed for it."""
+    try:
+        torch.zeros(1, device="cuda")
+    except RuntimeError:
+        torch.zeros(1, device="cuda")  # raises again where it was not the refusal
 
 
 def _unregister(base: Tensor, start: int) -> None:

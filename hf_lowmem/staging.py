@@ -257,11 +257,19 @@ def bits_of(x: Tensor) -> Tensor:
 
 
 def sum_of_bits(x: Tensor) -> Tensor:
-    """The sum of a tensor's elements as integers, ``int64``, where the tensor is.
+    """A sum over the bits of a tensor, ``int64``, where the tensor is; to be compared with later ones of that tensor.
 
-    The change of any one value shows; values that change places with each other do not.
+    The change of any one value shows; some changes of several values do not (two that change places, say).
     """
-    return bits_of(x.detach()).sum(dtype=torch.int64)
+    bits = bits_of(x.detach())
+    width = 8 // bits.element_size()
+    whole = x.numel() // width * width
+    aligned = bits.data_ptr() % 8 == 0 and bits.storage_offset() % width == 0
+    if aligned and bits.is_contiguous():
+        bits = bits.view(-1)
+        # 8 bytes at a time: on a GPU the sum of a narrower type would first write all of it as int64.
+        return bits[:whole].view(torch.int64).sum() + bits[whole:].sum(dtype=torch.int64)
+    return torch.stack([piece.sum(dtype=torch.int64) for piece in bits.reshape(-1).split(2**20)]).sum()
 
 
 def _remove(hooks: Sequence[RemovableHandle]) -> None:

@@ -289,13 +289,17 @@ def scalar_noise(key: int, block: int, draws: int) -> list[list[int]]:
 @pytest.mark.parametrize("key", [0, 1, 2**64 - 1, 0x0123456789ABCDEF])
 def test_noise_is_what_it_is_defined_to_be(key: int) -> None:
     noise = codec.Noise(key, 3, first=5)
-    words, (m, v), (m_dither, v_dither) = noise.weight_words(2), noise.moment_bytes(2), noise.dithers()
+    words, (m, v, extension) = noise.weight_words(2), noise.rounding_bytes(2)
+    m_dither, v_dither = noise.dithers()
     for i, block in enumerate((5, 6, 7)):
         draws = scalar_noise(key, block, 6)
         assert words[i].tolist() == [w for draw in draws[:4] for x in draw for w in (x & 0xFFFF, x >> 16)]
-        parts = [x.to_bytes(4, "little") for draw in draws[4:] for x in draw]
-        assert bytes(m[i].tolist()) == b"".join(parts)
-        assert bytes(v[i].tolist()) == b"".join(part[1:] + part[:1] for part in parts)
+        pairs = [(w & 255, w >> 8) for draw in draws[4:] for x in draw for w in (x & 0xFFFF, x >> 16)]
+        for j in range(128):
+            group, value = pairs[j // 16 * 8 :], j % 8
+            lower, upper = group[value]
+            assert (m[i, j], v[i, j]) == ((lower, upper) if j % 16 < 8 else (upper, lower))
+            assert extension[i, j] == lower ^ (upper if j % 16 < 8 else group[(value + 2) % 8][1])
         word = (block * 0x9E3779B9 + (key >> 32)) % 2**32
         assert (m_dither[i].item(), v_dither[i].item()) == (word >> 20 & 63, word >> 26)
 
@@ -309,20 +313,21 @@ def test_noise_of_a_part_is_that_of_the_whole() -> None:
 
 def test_noise_is_even_and_uncorrelated() -> None:
     noise = codec.Noise(codec.tensor_key(0, 1, 2), 4096)
-    m, v = noise.moment_bytes(2)
-    for x in (m, v, m ^ v):
+    m, v, extension = noise.rounding_bytes(2)
+    for x in (m, v, extension):
         assert abs(x.double().mean().item() - 127.5) < 0.5  # its standard error is 0.1
         assert abs(x.double().var(unbiased=False).item() / ((256**2 - 1) / 12) - 1) < 0.01
         counts = torch.bincount(x.flatten(), minlength=256).double()
         expected = counts.mean()
         assert ((counts - expected) ** 2 / expected).sum() < 255 + 6 * math.sqrt(2 * 255)
     limit = 5 / math.sqrt(m.numel()) * (256**2 / 12)
-    for a, b in ((m, v), (m, m ^ v), (v, m ^ v)):
+    for a, b in ((m, v), (m, extension), (v, extension)):
         assert abs(((a.double() - 127.5) * (b.double() - 127.5)).mean().item()) < limit
-    centred_m = m.double() - 127.5
-    assert abs((centred_m[:, :-1] * centred_m[:, 1:]).mean().item()) < limit
-    assert abs((centred_m[:-1] * centred_m[1:]).mean().item()) < limit
-    assert abs((centred_m[:, :32] * centred_m[:, 32:64]).mean().item()) < 2 * limit
+    for x in (m, v, extension):  # of two values, at any distance within a half, and of the same ones in two blocks
+        centred = x.double() - 127.5
+        assert abs((centred[:-1] * centred[1:]).mean().item()) < limit
+        for distance in range(1, 64):
+            assert abs((centred[:, :-distance] * centred[:, distance:]).mean().item()) < 1.5 * limit
 
 
 def test_keys_differ() -> None:

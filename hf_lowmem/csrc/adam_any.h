@@ -158,12 +158,14 @@ inline void write_weight(const hlm_adam_tensor& t, int64_t at, int n, const floa
 // The random bits of a block's extensions: those of m and of v, combined.
 template <class G, int kBlock>
 void extension_noise(typename G::Lanes lanes, uint16_t* out) {
-  uint16_t m[kHalf / 2], v[kHalf / 2];
+  uint16_t words[kHalf / 2];
   for (int at = 0; at < kBlock; at += kHalf) {
-    const auto draw = G::draw(lanes);
-    G::store_draw(m, draw);
-    G::store_draw(v, G::rotate(draw));
-    for (int i = 0; i < kHalf; i++) out[at + i] = uint16_t((m[i / 2] ^ v[i / 2]) >> (i % 2 * 8) & 255);
+    G::store_draw(words, G::draw(lanes));
+    for (int i = 0; i < kHalf; i++) {
+      const uint16_t* group = words + i / 16 * 8;
+      const int upper = i % 16 < 8 ? i % 8 : (i + 2) % 8;
+      out[at + i] = uint16_t((group[i % 8] ^ group[upper] >> 8) & 255);
+    }
   }
 }
 

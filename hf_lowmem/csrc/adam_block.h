@@ -57,7 +57,7 @@ class AdamBlocks {
       memset(m_[1], 0, sizeof m_[1]);
       memset(root_[1], 0, sizeof root_[1]);
       pending_ = {dummy_, dummy_, G::set1(0.0f), G::set1(0.0f), G::set1(0.0f), 0, 0, G::seed(0, 0)};
-      if constexpr (kExtended) memset(draws_[1], 0, sizeof draws_[1]);
+      if constexpr (kExtended) memset(static_cast<void*>(draws_[1]), 0, sizeof draws_[1]);
     }
   }
 
@@ -98,10 +98,6 @@ class AdamBlocks {
     Lanes lanes;
   };
 
-  struct Draws {
-    Draw m, v;
-  };
-
   template <bool kUpdate>
   HLM_INLINE void every_half() {
     if (kBits == 4) {
@@ -115,20 +111,8 @@ class AdamBlocks {
   // kNibble: which nibble of a byte holds this half's codes.
   template <bool kUpdate, int kNibble, int... kSub>
   HLM_INLINE void one_half(int at, std::integer_sequence<int, kSub...>) {
-    if constexpr (kCoded && !kExtended) {
-      m_draw_ = G::draw(pending_.lanes);
-      v_draw_ = G::rotate(m_draw_);
-    } else if constexpr (kCoded) {
-      const Draws& kept = draws_[now_ ^ 1][at / kHalf];
-      m_draw_ = kept.m;
-      v_draw_ = kept.v;
-    }
-    if constexpr (kUpdate && kExtended) {
-      Draws& draws = draws_[now_][at / kHalf];
-      draws.m = G::draw(lanes_);
-      draws.v = G::rotate(draws.m);
-      w_draw_ = G::combine(draws.m, draws.v);
-    }
+    if constexpr (kCoded) draw_ = kExtended ? draws_[now_ ^ 1][at / kHalf] : G::draw(pending_.lanes);
+    if constexpr (kUpdate && kExtended) draws_[now_][at / kHalf] = w_draw_ = G::draw(lanes_);
     (group<kUpdate, kNibble, kSub>(at + kSub * G::kGroup), ...);
   }
 
@@ -137,12 +121,16 @@ class AdamBlocks {
   template <bool kUpdate, int kNibble, int kSub>
   HLM_INLINE void group(int at) {
     F4 m, root, ratio;
+    W2 noise;
     if constexpr (kUpdate) update_moments<kNibble>(at, m, root);
-    if constexpr (kCoded) encode_m<kNibble, kSub>(at);
+    if constexpr (kCoded) {
+      noise = G::template noise_bytes<kSub>(draw_);
+      encode_m<kNibble>(at, noise);
+    }
     if constexpr (kUpdate) {
       for (int k = 0; k < 4; k++) ratio.v[k] = G::div(m.v[k], G::fma(root_correction_, root.v[k], eps_));
     }
-    if constexpr (kCoded) encode_root<kNibble, kSub>(at);
+    if constexpr (kCoded) encode_root<kNibble>(at, G::exchange(noise));
     if constexpr (kUpdate) {
       F4 w = load_weight(at);
       for (int k = 0; k < 4; k++) w.v[k] = G::fma(step_size_, ratio.v[k], G::mul(w.v[k], decay_));
@@ -197,9 +185,8 @@ class AdamBlocks {
 
   // Both moments' codes are rounded stochastically in fixed point with 8 fractional bits, and to these 8 bits by a
   // dither that the block's values share.
-  template <int kNibble, int kSub>
-  HLM_INLINE void encode_m(int at) {
-    const W2 noise = G::template noise_bytes<kSub>(m_draw_);
+  template <int kNibble>
+  HLM_INLINE void encode_m(int at, W2 noise) {
     F4 m, scaled;
     for (int k = 0; k < 4; k++) {
       m.v[k] = G::load(m_[now_ ^ 1] + at + k * (G::kGroup / 4));
@@ -210,18 +197,16 @@ class AdamBlocks {
     if constexpr (kBits == 8) {
       store_codes<kNibble, 0x80>(pending_.m, low_m_, at, G::encode_m8(scaled, noise));
     } else {
-      const B codes = G::template encode_float<0>(scaled, pending_.m_base, noise);
-      store_codes<kNibble, 0>(pending_.m, low_m_, at, G::with_signs(codes, m));
+      store_codes<kNibble, 0>(pending_.m, low_m_, at, G::encode_signed(scaled, m, pending_.m_base, noise));
     }
   }
-  template <int kNibble, int kSub>
-  HLM_INLINE void encode_root(int at) {
+  template <int kNibble>
+  HLM_INLINE void encode_root(int at, W2 noise) {
     F4 root;
     for (int k = 0; k < 4; k++)
       root.v[k] = G::mul(G::load(root_[now_ ^ 1] + at + k * (G::kGroup / 4)), pending_.root_inverse);
-    store_codes<kNibble, 0>(
-        pending_.v, low_v_, at,
-        G::template encode_float<Fmt::kMantissa>(root, pending_.v_base, G::template noise_bytes<kSub>(v_draw_)));
+    store_codes<kNibble, 0>(pending_.v, low_v_, at,
+                            G::template encode_float<Fmt::kMantissa>(root, pending_.v_base, noise));
   }
 
   // kFlip: the sign bit of 8-bit codes that are stored with an offset. Low nibbles wait in `low` for the high ones.
@@ -302,7 +287,7 @@ class AdamBlocks {
       uint16_t* to = static_cast<uint16_t*>(data_.weight) + at;
       if constexpr (kExtended) {
         B extension;
-        G::store_words(to, G::split_bf16(w, G::template extension_noise<kSub>(w_draw_), extension));
+        G::store_words(to, G::split_bf16(w, G::extension_noise(G::template noise_bytes<kSub>(w_draw_)), extension));
         G::store_bytes(data_.extension + at, extension);
       } else {
         G::store_words(to, G::round_bf16(w, G::template noise_words<kSub>(lanes_, w_draw_)));
@@ -317,8 +302,8 @@ class AdamBlocks {
   uint32_t dither_;
   F m_unit_, v_unit_, max_m_, max_root_;
   Pending pending_;
-  Draw m_draw_, v_draw_, w_draw_;
-  Draws draws_[2][kExtended ? kHalves : 1];
+  Draw draw_, w_draw_;
+  Draw draws_[2][kExtended ? kHalves : 1];
   int now_ = 0;  // which of the buffers below the block that is updated fills; the other is being encoded
   alignas(64) float m_[2][kCoded ? kBlock : 1];
   alignas(64) float root_[2][kCoded ? kBlock : 1];

@@ -54,6 +54,7 @@ struct Vec256 {
 
   // -- comparisons
   static HLM_INLINE I where_not_zero16(I test, I x) { return _mm256_andnot_si256(_mm256_cmpeq_epi16(test, zero()), x); }
+  static HLM_INLINE I negate_where_negative16(I x, I sign) { return _mm256_sign_epi16(x, sign); }  // zero where zero
   static HLM_INLINE bool any_over16(I x, I limit) { return _mm256_movemask_epi8(_mm256_cmpgt_epi16(x, limit)) != 0; }
   static HLM_INLINE bool any_over32(I x, I limit) { return _mm256_movemask_epi8(_mm256_cmpgt_epi32(x, limit)) != 0; }
 
@@ -61,6 +62,8 @@ struct Vec256 {
   static HLM_INLINE Lanes lane_numbers() {
     return {{_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)}};
   }
+  // In every lane of 128 bits.
+  static HLM_INLINE I next_dword(I a) { return _mm256_shuffle_epi32(a, 0x39); }
   template <class Next>
   static HLM_INLINE W2 next_words(Next next) {
     const Draw draw = next();

@@ -54,6 +54,9 @@ struct Vec512 {
   static HLM_INLINE I where_not_zero16(I test, I x) {
     return _mm512_maskz_mov_epi16(_mm512_test_epi16_mask(test, test), x);
   }
+  static HLM_INLINE I negate_where_negative16(I x, I sign) {
+    return _mm512_mask_sub_epi16(x, _mm512_movepi16_mask(sign), zero(), x);
+  }
   static HLM_INLINE bool any_over16(I x, I limit) { return _mm512_cmpgt_epi16_mask(x, limit) != 0; }
   static HLM_INLINE bool any_over32(I x, I limit) { return _mm512_cmpgt_epi32_mask(x, limit) != 0; }
 
@@ -61,6 +64,8 @@ struct Vec512 {
   static HLM_INLINE Lanes lane_numbers() {
     return {{_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)}};
   }
+  // In every lane of 128 bits.
+  static HLM_INLINE I next_dword(I a) { return _mm512_shuffle_epi32(a, _MM_PERM_ENUM(0x39)); }
   template <class Next>
   static HLM_INLINE W2 next_words(Next next) {
     const Draw a = next(), b = next();

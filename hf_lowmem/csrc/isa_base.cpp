@@ -124,11 +124,6 @@ struct Base {
   static HLM_INLINE F4 decode_root8(B a) {
     return each([&](int i) { return bits_float((uint32_t(a.x[i]) << 18) + 0x40000000u); });
   }
-  // With the sign bits of the values at 8 in the nibbles.
-  static HLM_INLINE B with_signs(B codes, const F4& a) {
-    for (int i = 0; i < kGroup; i++) codes.x[i] |= uint8_t(float_bits(a.v[i / kWidth].x[i % kWidth]) >> 31 << 3);
-    return codes;
-  }
   static HLM_INLINE B encode_m8(const F4& m, const W2& noise) {
     // Adding 1.5 * 2**23 leaves the integer nearest to a value under 2**22 (ties to even) in the last bits of the sum.
     constexpr float kMagic = 12582912.0f;
@@ -152,6 +147,15 @@ struct Base {
     }
     return out;
   }
+  // Exponents, counted from `base`; negative where `sign` is.
+  static HLM_INLINE B encode_signed(const F4& a, const F4& sign, uint32_t base, const W2& noise) {
+    B out = encode_float<0>(a, base, noise);
+    for (int i = 0; i < kGroup; i++) {
+      const uint8_t negative = uint8_t(0u - (float_bits(sign.v[i / kWidth].x[i % kWidth]) >> 31));
+      out.x[i] = uint8_t((out.x[i] ^ negative) - negative);
+    }
+    return out;
+  }
 
   // -- random bits: codec.Noise
   static HLM_INLINE Lanes seed(uint64_t key, int64_t block) {
@@ -172,20 +176,24 @@ struct Base {
     }
     return lanes;
   }
-  static HLM_INLINE Draw rotate(Draw a) {
-    for (uint32_t& x : a.x) x = (x >> 8) | (x << 24);
-    return a;
-  }
   static HLM_INLINE void store_draw(uint16_t* p, Draw draw) {
     for (int i = 0; i < 16; i++) {
       p[2 * i] = uint16_t(draw.x[i]);
       p[2 * i + 1] = uint16_t(draw.x[i] >> 16);
     }
   }
+  // Of 16 values 8 take the lower bytes of the draw's words, 8 the upper ones: m's noise, and exchanged v's.
   template <int kSub>
   static HLM_INLINE W2 noise_bytes(Draw draw) {
+    uint16_t words[kGroup / 2];
+    store_draw(words, draw);
     W2 out;
-    for (int i = 0; i < kGroup; i++) out.x[i] = uint16_t(draw.x[i / 4] >> (i % 4 * 8) & 255);
+    for (int i = 0; i < kGroup; i++) out.x[i] = uint16_t(words[i / 16 * 8 + i % 8] >> (i % 16 / 8 * 8) & 255);
+    return out;
+  }
+  static HLM_INLINE W2 exchange(const W2& a) {
+    W2 out;
+    for (int i = 0; i < kGroup; i++) out.x[i] = a.x[i ^ 8];
     return out;
   }
 

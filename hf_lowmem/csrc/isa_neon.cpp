@@ -134,13 +134,6 @@ struct Neon {
                   vaddq_u16(vshll_high_n_u8(a, 2), two));
   }
 
-  // With the sign bits of the values at 8 in the nibbles.
-  static HLM_INLINE B with_signs(B codes, F4 a) {
-    uint16x8_t y[2];  // the upper words
-    for (int i = 0; i < 2; i++)
-      y[i] = vuzp2q_u16(vreinterpretq_u16_f32(a.v[2 * i]), vreinterpretq_u16_f32(a.v[2 * i + 1]));
-    return vorrq_u8(codes, vshlq_n_u8(vshrq_n_u8(high_bytes(y[0], y[1]), 7), 3));
-  }
   static HLM_INLINE B encode_m8(F4 m, W2 noise) {
     int32x4_t x[4];
     for (int k = 0; k < 4; k++) x[k] = vcvtnq_s32_f32(m.v[k]);
@@ -157,6 +150,15 @@ struct Neon {
     for (int k = 0; k < 4; k++) x[k] = vshrq_n_s32(vsubq_s32(vreinterpretq_s32_f32(a.v[k]), offset), kShift);
     const uint16x8_t low = vqmovun_high_s32(vqmovun_s32(x[0]), x[1]), high = vqmovun_high_s32(vqmovun_s32(x[2]), x[3]);
     return high_bytes(vqaddq_u16(low, noise.v[0]), vqaddq_u16(high, noise.v[1]));
+  }
+  // Exponents, counted from `base`; negative where `sign` is.
+  static HLM_INLINE B encode_signed(F4 a, F4 sign, uint32_t base, W2 noise) {
+    uint16x8_t upper[2];
+    for (int i = 0; i < 2; i++)
+      upper[i] = vuzp2q_u16(vreinterpretq_u16_f32(sign.v[2 * i]), vreinterpretq_u16_f32(sign.v[2 * i + 1]));
+    const int8x16_t negative = vshrq_n_s8(vreinterpretq_s8_u8(high_bytes(upper[0], upper[1])), 7);
+    const int8x16_t codes = vreinterpretq_s8_u8(encode_float<0>(a, base, noise));
+    return vreinterpretq_u8_s8(vsubq_s8(veorq_s8(codes, negative), negative));
   }
 
   // -- random bits: codec.Noise
@@ -181,26 +183,20 @@ struct Neon {
     }
     return lanes;
   }
-  static HLM_INLINE Draw combine(Draw a, const Draw& b) {
-    for (int i = 0; i < 4; i++) a.v[i] = veorq_u32(a.v[i], b.v[i]);
-    return a;
-  }
   static HLM_INLINE void store_draw(uint16_t* p, Draw draw) {
     for (int i = 0; i < 4; i++) store_bytes(p + 8 * i, vreinterpretq_u8_u32(draw.v[i]));
   }
-  static HLM_INLINE Draw rotate(Draw a) {
-    for (uint32x4_t& x : a.v) x = vsliq_n_u32(vshrq_n_u32(x, 8), x, 24);
-    return a;
-  }
+  // The lower and the upper bytes of a draw's words: m's noise, and exchanged v's.
   template <int kSub>
   static HLM_INLINE W2 noise_bytes(const Draw& draw) {
-    const uint8x16_t bytes = vreinterpretq_u8_u32(draw.v[kSub]);
-    return {{vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes)}};
+    const uint16x8_t words = vreinterpretq_u16_u32(draw.v[kSub]);
+    return {{vandq_u16(words, vdupq_n_u16(255)), vshrq_n_u16(words, 8)}};
   }
-  template <int kSub>
-  static HLM_INLINE W2 extension_noise(const Draw& draw) {
-    const uint8x16_t bytes = vreinterpretq_u8_u32(draw.v[kSub]), high = vdupq_n_u8(0x80);
-    return {{vreinterpretq_u16_u8(vzip1q_u8(bytes, high)), vreinterpretq_u16_u8(vzip2q_u8(bytes, high))}};
+  static HLM_INLINE W2 exchange(W2 a) { return {{a.v[1], a.v[0]}}; }
+  // The extension's noise, and half a unit of the weight's last place.
+  static HLM_INLINE W2 extension_noise(W2 a) {
+    const uint16x8_t upper = veorq_u16(a.v[1], vdupq_n_u16(0x8000));
+    return {{veorq_u16(a.v[0], upper), veorq_u16(a.v[0], vextq_u16(upper, upper, 2))}};
   }
   // Two groups share a draw of words.
   template <int kSub>

@@ -149,12 +149,6 @@ struct X86 : V {
                   V::add16(V::template shl16<2>(V::high8(a, V::zero())), two));
   }
 
-  // With the sign bits of the values at 8 in the nibbles.
-  static HLM_INLINE B with_signs(B codes, F4 a) {
-    const I x = V::pack_i16(V::pack_i32(V::as_int(a.v[0]), V::as_int(a.v[1])),
-                            V::pack_i32(V::as_int(a.v[2]), V::as_int(a.v[3])));
-    return V::bor(codes, V::band(V::template shr16<4>(x), V::bytes(8)));
-  }
   static HLM_INLINE B encode_m8(F4 m, W2 noise) {
     I x[4];
     for (int k = 0; k < 4; k++) x[k] = V::round_to_int(m.v[k]);
@@ -163,11 +157,17 @@ struct X86 : V {
   // Exponent and first mantissa bits, counted from `base`.
   template <int kMantissa>
   static HLM_INLINE B encode_float(F4 a, uint32_t base, W2 noise) {
-    constexpr int kShift = 15 - kMantissa;
-    I x[4];
-    for (int k = 0; k < 4; k++) x[k] = V::template sar32<kShift>(V::sub32(V::as_int(a.v[k]), V::dwords(base)));
-    return high_bytes(V::adds_u16(V::pack_u32(x[0], x[1]), noise.v[0]),
-                      V::adds_u16(V::pack_u32(x[2], x[3]), noise.v[1]));
+    const W2 codes = float_codes<kMantissa>(a, base, noise);
+    return V::pack_u16(codes.v[0], codes.v[1]);
+  }
+  // Exponents, counted from `base`; negative where `sign` is.
+  static HLM_INLINE B encode_signed(F4 a, F4 sign, uint32_t base, W2 noise) {
+    W2 codes = float_codes<0>(a, base, noise);
+    for (int i = 0; i < 2; i++) {
+      const I by = V::pack_i32(V::as_int(sign.v[2 * i]), V::as_int(sign.v[2 * i + 1]));
+      codes.v[i] = V::negate_where_negative16(codes.v[i], by);
+    }
+    return V::pack_i16(codes.v[0], codes.v[1]);
   }
 
   // -- random bits: codec.Noise
@@ -191,22 +191,16 @@ struct X86 : V {
     }
     return lanes;
   }
-  static HLM_INLINE Lanes rotate(Lanes a) {
-    const I order = V::lanes16({1, 2, 3, 0, 5, 6, 7, 4, 9, 10, 11, 8, 13, 14, 15, 12});
-    for (I& x : a.v) x = V::shuffle8(x, order);
-    return a;
-  }
-  static HLM_INLINE Lanes combine(Lanes a, const Lanes& b) {
-    for (int i = 0; i < int(sizeof a / sizeof a.v[0]); i++) a.v[i] = V::bxor(a.v[i], b.v[i]);
-    return a;
-  }
+  // The lower and the upper bytes of a draw's words: m's noise, and exchanged v's.
   template <int kSub>
   static HLM_INLINE W2 noise_bytes(const Lanes& draw) {
-    return {{V::low8(draw.v[kSub], V::zero()), V::high8(draw.v[kSub], V::zero())}};
+    return {{V::band(draw.v[kSub], V::words(255)), V::template shr16<8>(draw.v[kSub])}};
   }
-  template <int kSub>
-  static HLM_INLINE W2 extension_noise(const Lanes& draw) {
-    return {{V::low8(draw.v[kSub], V::bytes(0x80)), V::high8(draw.v[kSub], V::bytes(0x80))}};
+  static HLM_INLINE W2 exchange(W2 a) { return {{a.v[1], a.v[0]}}; }
+  // The extension's noise, and half a unit of the weight's last place.
+  static HLM_INLINE W2 extension_noise(W2 a) {
+    const I half = V::words(0x8000), upper = V::bxor(a.v[1], half);
+    return {{V::bxor(a.v[0], upper), V::bxor(a.v[0], V::next_dword(upper))}};
   }
   template <int kSub>
   static HLM_INLINE W2 noise_words(Lanes& lanes, Lanes&) {
@@ -225,6 +219,13 @@ struct X86 : V {
       out[2 * i] = V::low16(a.v[i], V::zero());
       out[2 * i + 1] = V::high16(a.v[i], V::zero());
     }
+  }
+  template <int kMantissa>
+  static HLM_INLINE W2 float_codes(F4 a, uint32_t base, W2 noise) {
+    I x[4];
+    for (int k = 0; k < 4; k++) x[k] = V::template sar32<15 - kMantissa>(V::sub32(V::as_int(a.v[k]), V::dwords(base)));
+    return {{V::template shr16<8>(V::adds_u16(V::pack_u32(x[0], x[1]), noise.v[0])),
+             V::template shr16<8>(V::adds_u16(V::pack_u32(x[2], x[3]), noise.v[1]))}};
   }
   static HLM_INLINE B high_bytes(I a, I b) { return V::pack_u16(V::template shr16<8>(a), V::template shr16<8>(b)); }
 };

@@ -159,9 +159,9 @@ def _chunk_step(t: AdamTensor, start: int, n: int) -> int:
     noise = codec.Noise(t.key, len(bad), grad.device, first=t.start // block + blocks.start)
     stochastic = weight.dtype is not torch.float32 and t.extension is None
     words = noise.weight_words(block // codec.HALF) if stochastic else None
-    m_noise, v_noise = noise.moment_bytes(block // codec.HALF)
+    m_noise, v_noise, w_noise = noise.rounding_bytes(block // codec.HALF)
     if t.extension is not None:
-        words = m_noise ^ v_noise
+        words = w_noise
 
     m, v = _moments(t, part, blocks, codec.as_blocks(grad.float(), block))
     root = v.double().sqrt().float()  # torch's fp32 sqrt may be off by one in the last place, its fp64 one does no harm
