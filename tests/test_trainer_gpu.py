@@ -59,7 +59,7 @@ def test_equals_the_stock_trainer(tiny, tmp_path, cls, changes):
     assert next(ours.model.parameters()).device.type == "cuda"
     assert_near(tiny, ours, stock)
     norms = [[log["grad_norm"] for log in t.state.log_history if "grad_norm" in log] for t in (ours, stock)]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
 
 
 class Overflow(TrainerCallback):
