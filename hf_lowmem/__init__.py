@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from .registration import register
 
 if TYPE_CHECKING:
+    from .attachment import attach as attach
+    from .attachment import detach as detach
     from .config import LowMemConfig as LowMemConfig
     from .optim import LowBitAdamW as LowBitAdamW
     from .trainer import LowMemMixin as LowMemMixin
@@ -26,7 +28,9 @@ _HOMES = {
     "LowMemConfig": "config",
     "LowMemMixin": "trainer",
     "LowMemTrainer": "trainer",
+    "attach": "attachment",
     "create_optimizer": "trainer",
+    "detach": "attachment",
 }
 __all__ = [  # noqa: PLE0604 - the names of _HOMES exist, by __getattr__
     "__version__",

@@ -13,6 +13,7 @@ import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 OPTIM_BITS = {"cpu_adam4bit": 4, "cpu_adam8bit": 8, "cpu_adam32bit": 32}  # optim name -> state_bits
@@ -89,9 +90,13 @@ def _takes_shared_fields(cls: type) -> type:
 @_takes_shared_fields
 @dataclass
 class LowMemConfig:
-    """Settings of the optimizer whose states live in host memory in few bits.
+    """Settings of the optimizer whose states live in host memory in few bits, and of the blocks that rest there.
 
     Args:
+        offload: which of the model's blocks rest in host memory and pass through the device one after another, in the
+            Trainers of this library: ``"none"``, ``"cpu"`` (all), or a share from 0 to 1 (``0.5``: every second one).
+        debug: fill the device's memory of a block with NaN when it has been used, so that whoever reads it too late
+            computes NaN. It keeps that memory, and so saves none.
         state_bits: bits of each of AdamW's two moments, 4, 8 or 32 (32: plain AdamW). Norms, biases and small tensors
             keep 32, embeddings and the output head at least 8. The optim names say the same: ``cpu_adam8bit`` is 8.
         master_bits: bits of the weight that the update is added to, for weights in bf16 or fp16. 24: one more byte a
@@ -113,6 +118,8 @@ class LowMemConfig:
     drops such fields.
     """
 
+    offload: str = field(default="none", metadata={"help": "Blocks that rest in RAM: none, cpu, or a share 0..1."})
+    debug: bool = field(default=False, metadata={"help": "Fill released device memory with NaN; saves no memory."})
     state_bits: int = field(default=4, metadata={"help": "Bits of each AdamW moment: 4, 8 or 32."})
     master_bits: int = field(default=24, metadata={"help": "Bits of the master of a 16-bit weight: 16, 24 or 32."})
     threads: int | None = field(
@@ -123,6 +130,10 @@ class LowMemConfig:
     max_skipped_steps: int = field(default=10, metadata={"help": "Skipped steps in a row that end the training."})
 
     def __post_init__(self) -> None:
+        self.offload = str(self.offload)
+        self._share_of_offload()
+        if not isinstance(self.debug, bool):
+            raise ValueError(f"debug={self.debug!r} is neither true nor false: write debug=true or leave it out")
         self._check_choice("state_bits", (4, 8, 32), "4 bits are cpu_adam4bit's, 32 are plain AdamW")
         self._check_choice("master_bits", (16, 24, 32), "24 is the default, 16 has no master")
         if self.threads is not None:
@@ -131,6 +142,25 @@ class LowMemConfig:
             self._check_integer("seed", 0, 2**63 - 1, "leave it out for that of TrainingArguments")
         self._check_integer("max_skipped_steps", 1, None, "1 ends the training at the first skipped step")
         parse_bytes(self.staging_memory, "staging_memory")
+
+    @property
+    def offload_share(self) -> Fraction:
+        """The share of the blocks that rest in host memory, from 0 to 1."""
+        return self._share_of_offload()
+
+    def _share_of_offload(self) -> Fraction:
+        if self.offload in ("none", "cpu"):
+            return Fraction(self.offload == "cpu")
+        try:
+            share = Fraction(self.offload).limit_denominator(10_000)  # 0.333 as it was meant
+        except (ValueError, ZeroDivisionError):
+            share = Fraction(-1)
+        if not 0 <= share <= 1:
+            raise ValueError(
+                f'offload={self.offload!r} is no share of the blocks: write "none", "cpu" (all of them), or a number '
+                "from 0 to 1, such as 0.5 for every second one"
+            )
+        return share
 
     def _check_choice(self, name: str, choices: tuple[int, ...], hint: str) -> None:
         value = getattr(self, name)
@@ -259,8 +289,10 @@ def _value(key: str, value: Any) -> Any:
         raise ValueError(f"optim_args sets {key}, which is a flag of TrainingArguments: write {flag} there instead")
     if key not in _fields():
         raise ValueError(f"optim_args has the unknown key {key!r}{_meant(key)}: the keys are {_listed()}")
-    if not isinstance(value, str) or key == "staging_memory":
+    if not isinstance(value, str) or key in ("staging_memory", "offload"):
         return value
+    if key == "debug":
+        return {"true": True, "false": False}.get(value.lower(), value)
     if key in ("threads", "seed") and value.lower() == "none":
         return None
     try:

@@ -11,18 +11,21 @@ from __future__ import annotations
 import dataclasses
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import AutocastKwargs
 from torch import Tensor, nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, Trainer
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.training_args import TrainingArguments
 
+from .attachment import attach, streamer_of
 from .config import DEFAULT_OPTIM, OPTIM_BITS, LowMemConfig, merge
 from .optim import LowBitAdamW, param_bits
+from .stream import Streamer
 
 if TYPE_CHECKING:
     from transformers.trainer import Trainer as _TrainerBase
@@ -294,7 +297,30 @@ class LowMemMixin(_TrainerBase):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """See ``Trainer.train``. Raises: as ``prepare_training``, before anything has changed."""
         prepare_training(self, resume_from_checkpoint)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        if self.model_init is None:
+            self._attach(self.model, self.args.device)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        except BaseException:
+            streamer = None if self.model is None else streamer_of(self.model)
+            if streamer is not None:
+                streamer.go_home()  # in the middle of a step, or by Ctrl-C: the weights are at home all the same
+            raise
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        self._attach(model, device)
+        super()._move_model_to_device(model, device)
+
+    def _attach(self, model: nn.Module, device: torch.device) -> None:
+        if self.lowmem.offload_share and streamer_of(model) is None:
+            attach(model, self.lowmem, device)
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        args = super()._build_accelerator_args(**kwargs)
+        if self.lowmem.offload_share:
+            # Autocast keeps a copy of every weight that it has cast until the forward ends: of all streamed blocks.
+            args["kwargs_handlers"] = [*args.get("kwargs_handlers", []), AutocastKwargs(cache_enabled=False)]
+        return args
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """See ``Trainer.create_optimizer``, which makes the parameter groups."""
@@ -317,8 +343,9 @@ class LowMemMixin(_TrainerBase):
         The factor is that of torch.nn.utils.clip_grads_with_norm_, in the norm's own precision.
         """
         self.accelerator.unscale_gradients()
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
+        params = [p for p in model.parameters() if p.grad is not None]
+        grads = [p.grad for p in params if p.grad is not None]
+        norm = _total_norm(params, streamer_of(model))
         finite = bool(norm.isfinite())
         if not finite and all(bool(g.isfinite().all()) for g in grads):  # the gradients' own dtype was too narrow
             norm = torch.stack([g.double().norm().to(norm.device) for g in grads]).norm()
@@ -326,6 +353,26 @@ class LowMemMixin(_TrainerBase):
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).item() if finite else 1.0
         _unwrapped(self.optimizer).scale_gradients(factor, finite)
         return norm
+
+
+def _total_norm(params: Sequence[nn.Parameter], streamer: Streamer | None) -> Tensor:
+    """torch.nn.utils.get_total_norm of the parameters' gradients, with what the streamer has measured on their way."""
+    grads = {p: p.grad for p in params if p.grad is not None}
+    norms: dict[nn.Parameter, Tensor] = {}
+    if streamer is not None:
+        for p in grads:
+            norm = streamer.gradient_norm(p)
+            if norm is not None:
+                norms[p] = norm
+    if not norms:
+        return torch.nn.utils.get_total_norm(list(grads.values()))
+    first = next(iter(norms.values())).device
+    for device in {grad.device for p, grad in grads.items() if p not in norms}:
+        here = [p for p, grad in grads.items() if p not in norms and grad.device == device]
+        norms.update(zip(here, torch._foreach_norm([grads[p] for p in here]), strict=True))
+    dtypes = list(dict.fromkeys(p.dtype for p in grads))
+    in_order = sorted(grads, key=lambda p: dtypes.index(p.dtype))  # that in which torch adds them up, dtype by dtype
+    return torch.linalg.vector_norm(torch.stack([norms[p].to(first) for p in in_order]))
 
 
 class LowMemTrainer(LowMemMixin, Trainer):

@@ -1,0 +1,358 @@
+"""``Streamer``: blocks of a model that rest on a shelf and are on the device only while they are used.
+
+A block is *bound* while its parameters' ``data`` lie in its slot on the device, and *home* otherwise: then they are
+ordinary tensors in host memory. It is fetched ahead of its use, in the order in which the blocks were used last time.
+
+| what happens                     | IDLE                                    | BACKWARD                  |
+| -------------------------------- | --------------------------------------- | ------------------------- |
+| its forward begins               | use                                     | use (a recomputation)     |
+| its forward ends                 | home; release, unless backward is next  | nothing                   |
+| a gradient reaches its outputs   | use; -> BACKWARD                        | nothing                   |
+| gradients have left its inputs   | nothing                                 | send, release; -> IDLE    |
+| the whole backward ends          | release                                 | send, release; -> IDLE    |
+
+[Note: what the hooks hang on] Module hooks see a block's forward, whether a checkpoint lies inside of them (as in
+transformers 5.24, which checkpoints a layer's ``forward``) or outside (as in 5.17, which checkpoints its ``__call__``:
+then they fire again in the recomputation). Full backward hooks would miss blocks none of whose inputs needs a gradient,
+so backward is seen by a hook on the outputs, an identity on the inputs, and a callback at the end for the blocks that
+have no such input.
+Forward hooks alone, or slots that another block takes over before autograd is done with what it saved, give wrong
+gradients without a word. Slots of their own, whose memory comes and goes under the same storage, do not: what autograd
+has saved of a weight is the weight again once it has been fetched again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.hooks import RemovableHandle
+
+from .layer import Layer
+from .link import Link, Slot
+from .shelf import Shelf
+
+
+@dataclass(eq=False)
+class Block:
+    """A module whose parameters are streamed.
+
+    Args:
+        name: its name within the model.
+        module: the module.
+        params: (name within the module, parameter) of what is streamed of it.
+
+    Attributes:
+        layer: how these lie in one slab.
+        gradient_layer: the same for the gradients of those that are trained; None if there are none.
+        backward: whether it is in the state BACKWARD.
+    """
+
+    name: str
+    module: nn.Module
+    params: Sequence[tuple[str, nn.Parameter]]
+    number: int = -1
+    layer: Layer = field(init=False)
+    gradient_layer: Layer | None = field(init=False)
+    backward: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.layer = Layer.of([(name, p.data) for name, p in self.params])
+        trained = self.trained
+        self.gradient_layer = Layer.of([(str(i), p.data) for i, p in enumerate(trained)]) if trained else None
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        return [p for _, p in self.params if p.requires_grad]
+
+
+class _Copy:
+    """A layer's bytes on the device: the slot, its views, and the ticket of the fetch that fills it."""
+
+    def __init__(self, layer: Layer, device: torch.device, debug: bool) -> None:
+        self.slot = Slot(layer.nbytes, device, debug)
+        self.views = layer.views(self.slot.buffer)
+        self.slot.empty()
+        self.ticket: Any = None
+        self.there = False
+
+
+class _Place:
+    """Where a block's tensors are, at home and on the device."""
+
+    def __init__(self, block: Block, shelf: Shelf, device: torch.device, debug: bool) -> None:
+        self.home = block.layer.views(shelf.weights(block.number))
+        for (_, p), view in zip(block.params, self.home, strict=True):
+            view.copy_(p.data)
+            p.data = view
+        self.weights = _Copy(block.layer, device, debug)
+        self.gradients = None if block.gradient_layer is None else _Copy(block.gradient_layer, device, debug)
+        self.bound = False
+        self.round = -1  # in which the copy of the weights was fetched
+
+
+class _AfterBackward(torch.autograd.Function):
+    """The identity on a block's inputs. Its backward runs when the block's own is over."""
+
+    @staticmethod
+    def forward(ctx: Any, done: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.done = done
+        return tuple(t.view_as(t) for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.done()
+        return (None, *gradients)
+
+
+class Streamer:
+    """Streams a model's blocks; the module's docstring has the transitions.
+
+    Args:
+        model: the root. Each of its forwards starts a new round, and so does a block that is used a second time: copies
+            that an earlier round left are not trusted.
+        blocks: what is streamed, in the order in which it is likely to be used. Their parameters move to the shelf.
+        shelf: where the blocks rest.
+        link: how they get to the device.
+        ahead: so many blocks are fetched before they are used.
+        debug: fill what is given back with NaN.
+
+    Attributes:
+        fetches: number of fetches of weights so far.
+    """
+
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[Block], shelf: Shelf, link: Link, ahead: int = 2, debug: bool = False
+    ) -> None:
+        self.blocks, self.shelf, self.link, self.ahead = list(blocks), shelf, link, ahead
+        self.fetches = 0
+        self._places: dict[Block, _Place] = {}
+        for number, block in enumerate(self.blocks):
+            block.number = number
+            self._places[block] = _Place(block, shelf, link.device, debug)
+        # What was used after and before each block the last time.
+        self._after = dict(zip(self.blocks, self.blocks[1:], strict=False))
+        self._before = {later: earlier for earlier, later in self._after.items()}
+        self._latest: Block | None = None  # whose forward began last in this round
+        self._round = 0
+        self._used: set[Block] = set()  # in this round
+        self._there: dict[Block, None] = {}  # whose weights are on the device, the longest there first
+        self._ending = False  # the callback at the end of backward is on its way
+        self._norms: dict[nn.Parameter, tuple[Tensor, Tensor, int]] = {}
+        self._handles = list(self._hooks(model))
+
+    # -- for others -------------------------------------------------------------------------------------------------
+    def go_home(self) -> None:
+        """Brings every parameter home, whatever was going on. Gradients that were on the device are lost."""
+        for block in self.blocks:
+            for p in block.trained:
+                if p.grad is not None and self._places[block].bound and block.backward:
+                    p.grad = None
+            block.backward = False
+            self._release(block)
+        self._ending = False
+        self.link.finish()
+
+    def gradient_norm(self, p: nn.Parameter) -> Tensor | None:
+        """The 2-norm of a streamed parameter's gradient, taken on the device on its way; None where that is not known.
+
+        A gradient that has been written since, through torch, has none.
+        """
+        norm, gradient, version = self._norms.get(p, (None, None, -1))
+        return norm if gradient is not None and p.grad is gradient and gradient._version == version else None
+
+    def remove(self) -> None:
+        """Takes the hooks off. The parameters stay at home."""
+        self.go_home()
+        for handle in self._handles:
+            handle.remove()
+
+    # -- hooks ------------------------------------------------------------------------------------------------------
+    def _hooks(self, model: nn.Module) -> Iterator[RemovableHandle]:
+        me = weakref.proxy(self)  # hooks and graphs must not keep the streamer alive
+        yield model.register_forward_pre_hook(lambda module, args: me._new_round(), prepend=True)
+        for block in self.blocks:
+            yield block.module.register_forward_pre_hook(
+                lambda module, args, kwargs, block=block: me._before_forward(block, args, kwargs),
+                with_kwargs=True,
+                prepend=True,
+            )
+            yield block.module.register_forward_hook(
+                lambda module, args, out, block=block: me._after_forward(block, out), always_call=True
+            )
+
+    def _new_round(self) -> None:
+        self._round += 1
+        self._used.clear()
+        if self._latest is not None:
+            self._after.pop(self._latest, None)
+            self._latest = None
+        stranded = any(block.backward or self._places[block].bound for block in self.blocks)
+        if stranded and torch._C._current_graph_task_id() == -1:
+            self.go_home()  # an exception has ended a forward or a backward in the middle
+
+    def _before_forward(self, block: Block, args: Any, kwargs: Any) -> Any:
+        if block.backward:  # a checkpoint outside of the hooks computes it again
+            self._use(block)
+            return None
+        recomputed = torch._C._current_graph_task_id() != -1
+        if not recomputed:
+            if block in self._used:
+                self._new_round()
+            if self._latest is not None:
+                self._after[self._latest], self._before[block] = block, self._latest
+            self._latest = block
+            self._used.add(block)
+        place = self._places[block]
+        if place.weights.there and place.round != self._round:
+            self._release(block)  # the copy of an earlier forward, whose weights may have changed since
+        self._use(block)
+        self._fetch_ahead(block, self._before if recomputed else self._after)
+        return self._watch_inputs(block, args, kwargs) if torch.is_grad_enabled() else None
+
+    def _watch_inputs(self, block: Block, args: Any, kwargs: Any) -> Any:
+        flat, spec = tree_flatten((args, kwargs))
+        where = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and x.requires_grad]
+        if not where:
+            return None
+        me = weakref.proxy(self)
+        watched = _AfterBackward.apply(lambda: me._after_backward(block), *(flat[i] for i in where))
+        for i, x in zip(where, watched, strict=True):
+            flat[i] = x
+        return tree_unflatten(flat, spec)
+
+    def _after_forward(self, block: Block, out: Any) -> None:
+        if block.backward:
+            return
+        outputs = [x for x in tree_flatten(out)[0] if isinstance(x, Tensor) and x.requires_grad]
+        me = weakref.proxy(self)
+        for x in outputs:
+            x.register_hook(lambda gradient: me._before_backward(block))
+        if outputs and self._is_among_last(block):
+            self._unbind(block)  # its copy stays: backward begins with it
+        else:
+            self._release(block)
+
+    def _before_backward(self, block: Block) -> None:
+        if block.backward:
+            return
+        if not self._ending:
+            self._ending = True
+            me = weakref.proxy(self)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: me._end_of_backward())
+        block.backward = True
+        self._use(block)
+        self._fetch_ahead(block, self._before)
+
+    def _after_backward(self, block: Block) -> None:
+        if block.backward:
+            self._send(block)
+            self._release(block)
+            block.backward = False
+
+    def _end_of_backward(self) -> None:
+        self._ending = False
+        for block in self.blocks:
+            self._after_backward(block)
+            self._release(block)
+        self.link.finish()
+
+    def _is_among_last(self, block: Block) -> bool:
+        follower: Block | None = block
+        for _ in range(self.ahead):
+            follower = self._after.get(follower) if follower is not None else None
+        return follower is None
+
+    # -- the verbs --------------------------------------------------------------------------------------------------
+    def _fetch(self, block: Block, backward: bool) -> None:
+        place = self._places[block]
+        if not place.weights.there:
+            self._make_room()
+            place.weights.ticket = self.link.fetch(place.weights.slot, self.shelf.weights(block.number))
+            place.weights.there, place.round = True, self._round
+            self._there[block] = None
+            self.fetches += 1
+        gradients = place.gradients
+        if backward and gradients is not None and not gradients.there:
+            homes = [p.grad for p in block.trained]
+            if any(home is not None for home in homes):  # of an earlier micro-batch: this one's is added on the device
+                slab = self.shelf.gradients(block.number)
+                assert block.gradient_layer is not None
+                for home, view in zip(homes, block.gradient_layer.views(slab), strict=True):
+                    if home is not None and home.data_ptr() != view.data_ptr():
+                        view.copy_(home)
+                gradients.ticket = self.link.fetch(gradients.slot, slab)
+                gradients.there = True
+
+    def _fetch_ahead(self, block: Block, order: Mapping[Block, Block]) -> None:
+        backward = order is self._before
+        for _ in range(self.ahead):
+            following = order.get(block)
+            if following is None:
+                return
+            block = following
+            self._fetch(block, backward)
+
+    def _make_room(self) -> None:
+        """Gives up copies that were fetched and not used: the order was another one than last time."""
+        idle = [block for block in self._there if not self._places[block].bound]
+        for block in idle[: max(0, len(self._there) - self.ahead)]:
+            self._release(block)
+
+    def _use(self, block: Block) -> None:
+        """Binds a block, and for its backward the gradients that it has already."""
+        place = self._places[block]
+        self._fetch(block, block.backward)
+        if not place.bound:
+            self.link.use(place.weights.ticket)
+            for (_, p), view in zip(block.params, place.weights.views, strict=True):
+                p.data = view
+            place.bound = True
+        if block.backward and place.gradients is not None and place.gradients.there:
+            self.link.use(place.gradients.ticket)
+            for p, view in zip(block.trained, place.gradients.views, strict=True):
+                if p.grad is not None and p.grad.data_ptr() != view.data_ptr():
+                    p.grad = view
+
+    def _unbind(self, block: Block) -> None:
+        place = self._places[block]
+        if place.bound:
+            for (_, p), view in zip(block.params, place.home, strict=True):
+                p.data = view
+            place.bound = False
+
+    def _release(self, block: Block) -> None:
+        self._unbind(block)
+        place = self._places[block]
+        for copy in (place.weights, place.gradients):
+            if copy is not None and copy.there:
+                self.link.release(copy.slot)
+                copy.there = False
+        self._there.pop(block, None)
+
+    def _send(self, block: Block) -> None:
+        """Sends a block's gradients home, where they are its parameters' from here on."""
+        place = self._places[block]
+        params = [p for p in block.trained if p.grad is not None]
+        if not params:
+            return
+        assert block.gradient_layer is not None
+        assert place.gradients is not None
+        views = block.gradient_layer.views(self.shelf.gradients(block.number))
+        homes = {p: view for p, view in zip(block.trained, views, strict=True) if p.grad is not None}
+        sources = [p.grad for p in params if p.grad is not None]
+        norms = torch._foreach_norm(sources)
+        slot = place.gradients.slot if place.gradients.there else None
+        self.link.send(list(zip(homes.values(), sources, strict=True)), slot)
+        place.gradients.there = False
+        for p in params:
+            p.grad = None  # a parameter and its gradient are on one device
+        self._unbind(block)
+        for p, norm in zip(params, norms, strict=True):
+            p.grad = homes[p]
+            self._norms[p] = (norm, homes[p], homes[p]._version)
