@@ -113,13 +113,15 @@ class LowMemConfig:
     Raises:
         ValueError: a value is not one of these; the message says what to write.
 
-    ``HfArgumentParser`` makes no option of ``seed``: on a command line, ``--seed`` is ``TrainingArguments``' own, which
-    this class follows; ``--optim_args "seed=1"`` sets another one. Use ``replaced``, not ``dataclasses.replace``, which
-    drops such fields.
+    ``HfArgumentParser`` makes no option of ``seed`` and ``debug``: on a command line, these are ``TrainingArguments``'
+    own (this class follows its seed; its ``debug`` is something else). ``--optim_args "seed=1,debug=true"`` sets ours.
+    Use ``replaced``, not ``dataclasses.replace``, which drops such fields.
     """
 
     offload: str = field(default="none", metadata={"help": "Blocks that rest in RAM: none, cpu, or a share 0..1."})
-    debug: bool = field(default=False, metadata={"help": "Fill released device memory with NaN; saves no memory."})
+    debug: bool = field(
+        default=False, init=False, metadata={"help": "Fill released device memory with NaN; saves no memory."}
+    )
     state_bits: int = field(default=4, metadata={"help": "Bits of each AdamW moment: 4, 8 or 32."})
     master_bits: int = field(default=24, metadata={"help": "Bits of the master of a 16-bit weight: 16, 24 or 32."})
     threads: int | None = field(
@@ -187,11 +189,13 @@ class LowMemConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, for JSON or YAML; ``from_dict`` reads them back.
 
-        ``seed`` only where it is set: ``HfArgumentParser`` refuses a file that has it but no ``TrainingArguments``.
+        ``seed`` and ``debug`` only where they are set: ``HfArgumentParser`` refuses a file that has them but no
+        ``TrainingArguments``.
         """
         settings = dataclasses.asdict(self)
-        if settings["seed"] is None:
-            del settings["seed"]
+        for name in ("seed", "debug"):
+            if settings[name] == getattr(LowMemConfig, name):
+                del settings[name]
         return settings
 
     @classmethod

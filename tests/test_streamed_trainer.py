@@ -1,0 +1,125 @@
+"""LowMemTrainer with streamed blocks, against the same training unstreamed: equal bits, logs and checkpoints."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from hf_lowmem import LowMemTrainer
+from hf_lowmem.attachment import streamer_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+QUIET = {"train_runtime", "train_samples_per_second", "train_steps_per_second"}
+QUIET |= {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
+
+
+def history(trainer) -> list[dict[str, float]]:
+    return [{k: v for k, v in log.items() if k not in QUIET} for log in trainer.state.log_history]
+
+
+def fit(tiny, folder, offload, optim_args="", resume=None, trainer=None, model=None, **changes):
+    args = ",".join(filter(None, [optim_args, f"offload={offload}"]))
+    model = tiny.model(num_hidden_layers=4, dtype=changes.pop("dtype", "float32")) if model is None else model
+    return tiny.fit(
+        LowMemTrainer,
+        folder,
+        model=model,
+        resume=resume,
+        trainer=trainer,
+        optim_args=args,
+        **{"max_steps": 5, **changes},
+    )
+
+
+def assert_same(tiny, one, other) -> None:
+    assert tiny.equal_bits(tiny.weights(one.model), tiny.weights(other.model))
+    assert history(one) == history(other)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"gradient_accumulation_steps": 3},
+        {"gradient_checkpointing": True, "max_grad_norm": 0.01},
+        {"max_grad_norm": 0.0},
+        {"bf16": True},
+        {"dtype": "bfloat16", "gradient_accumulation_steps": 2},
+    ],
+    ids=["plain", "accumulated", "checkpointed", "unclipped", "autocast", "bf16"],
+)
+@pytest.mark.parametrize("optim", ["cpu_adam4bit", "cpu_adam32bit"])
+@pytest.mark.parametrize("offload", ["cpu", "0.5"])
+def test_streamed_is_unstreamed(tiny, tmp_path, optim, changes, offload) -> None:
+    optim_args = "master_bits=32" if optim == "cpu_adam32bit" else ""
+    whole = fit(tiny, tmp_path, "none", optim=optim, optim_args=optim_args, **changes)
+    streamed = fit(tiny, tmp_path, offload, optim=optim, optim_args=optim_args, **changes)
+    assert streamer_of(whole.model) is None
+    assert len(streamer_of(streamed.model).blocks) == (4 if offload == "cpu" else 2)
+    assert_same(tiny, whole, streamed)
+
+
+def test_evaluated_saved_and_best_loaded(tiny, tmp_path) -> None:
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+    settings |= {"optim": "cpu_adam4bit", "load_best_model_at_end": True, "trainer": {"eval_dataset": tiny.data(8)}}
+    runs = [fit(tiny, tmp_path / offload, offload, **settings) for offload in ("none", "cpu")]
+    assert_same(tiny, *runs)
+    loaded = type(runs[0].model).from_pretrained(tmp_path / "cpu" / "checkpoint-6")
+    whole = type(runs[0].model).from_pretrained(tmp_path / "none" / "checkpoint-6")
+    assert tiny.equal_bits(tiny.weights(loaded), tiny.weights(whole))
+
+
+@pytest.mark.parametrize(("first", "second"), [("cpu", "cpu"), ("none", "cpu"), ("cpu", "none"), ("0.5", "cpu")])
+def test_resumed_is_never_stopped(tiny, tmp_path, first, second) -> None:
+    """Also where the blocks rest somewhere else after it."""
+    settings = {"optim": "cpu_adam4bit", "dtype": "bfloat16", "save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+    straight = fit(tiny, tmp_path, first, **settings)
+    resumed = fit(tiny, tmp_path, second, resume=str(tmp_path / "checkpoint-3"), **settings)
+    assert tiny.equal_bits(tiny.weights(straight.model), tiny.weights(resumed.model))
+
+
+class Stop(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            raise KeyboardInterrupt
+
+
+def test_interrupted_training_leaves_the_model_at_home(tiny, tmp_path) -> None:
+    model = tiny.model(num_hidden_layers=4)
+    with pytest.raises(KeyboardInterrupt):
+        fit(tiny, tmp_path, "cpu", model=model, optim="cpu_adam4bit", trainer={"callbacks": [Stop()]})
+    whole = fit(tiny, tmp_path, "none", optim="cpu_adam4bit", max_steps=2, lr_scheduler_type="constant")
+    streamed = fit(tiny, tmp_path, "cpu", optim="cpu_adam4bit", max_steps=2, lr_scheduler_type="constant")
+    assert_same(tiny, whole, streamed)
+    streamer = streamer_of(model)
+    assert not streamer._there
+    assert all(p.isfinite().all() for p in model.parameters())
+    model.eval().generate(input_ids=torch.tensor([[5, 6]]), max_new_tokens=2)
+
+
+def test_lora(tiny, tmp_path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    runs = []
+    for offload in ("none", "cpu"):
+        torch.manual_seed(3)
+        model = get_peft_model(tiny.model(num_hidden_layers=4), LoraConfig(r=1, target_modules="all-linear"))
+        runs.append(fit(tiny, tmp_path, offload, model=model, optim="cpu_adam4bit"))
+    assert_same(tiny, *runs)
+    streamed = streamer_of(runs[1].model)
+    assert not any(p.requires_grad for block in streamed.blocks for _, p in block.params)
+
+
+def test_stock_trainer_trains_an_attached_model(tiny, tmp_path) -> None:
+    """The blocks are ordinary CPU parameters to it, whatever the optimizer."""
+    from transformers import Trainer
+
+    from hf_lowmem import LowMemConfig, attach
+
+    runs = []
+    for offload in ("none", "cpu"):
+        model = tiny.model(num_hidden_layers=4)
+        attach(model, LowMemConfig(offload=offload))
+        runs.append(tiny.fit(Trainer, tmp_path, model=model, optim="adamw_torch", gradient_accumulation_steps=2))
+    assert_same(tiny, *runs)
