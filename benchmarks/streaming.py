@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_lowmem import LowMemConfig, attach, create_optimizer
 from hf_lowmem.attachment import streamer_of
 from hf_lowmem.config import parse_bytes
-from hf_lowmem.trainer import _total_norm
+from hf_lowmem.trainer import _total_norm, overlap
 
 SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, tied
     "1.2b": (2048, 8192, 16, 32, 8, True),
@@ -86,6 +86,8 @@ class Update:
         self.params = list(model.parameters())
         self.streamer = streamer_of(model)
         self.optimizer = create_optimizer(model, LowMemConfig(), lr=1e-5)
+        if self.streamer is not None:
+            overlap(self.streamer, self.optimizer)
 
     def __call__(self) -> None:
         norm = _total_norm(self.params, self.streamer).item()

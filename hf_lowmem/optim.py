@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,35 +11,16 @@ from torch import Tensor
 
 from . import codec, rules
 from . import state as states
+from .home import Home, mark, take_weight
 from .kernels import native
 from .kernels.adam import AdamConstants, AdamTensor
+from .late import LateUpdates
 from .memory import PinnedArena
 from .rules import DTYPES, SMALLEST_LOW_BIT, check_group, check_param_bits, check_whole, param_bits
-from .staging import Staging, bits_of, sum_of_bits
+from .staging import Staging, sum_of_bits
 
 __all__ = ["LowBitAdamW", "param_bits"]
 FORMAT = 1  # of the state dict
-
-
-@dataclass
-class _Home:
-    """Where the kernel finds a parameter's weight between two steps: the parameter itself, or its copy in RAM.
-
-    Attributes:
-        weight: the flat weight that the kernel reads and writes, or its fp32 master.
-        resident: the flat weight in the parameter's dtype: `weight`, or what the kernel writes beside a master.
-        seen: what the parameter was like after our last write; see `_mark`.
-        total: of a parameter on a GPU, the sum of its bits then, on the GPU.
-    """
-
-    weight: Tensor
-    resident: Tensor
-    seen: _Mark
-    total: Tensor | None = None
-
-    @property
-    def copy(self) -> Tensor | None:
-        return None if self.weight is self.resident else self.resident
 
 
 class LowBitAdamW(torch.optim.Optimizer):
@@ -117,6 +98,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         self.skipped_in_a_row = 0
         self.skipped_blocks = 0
         self._param_bits = dict(param_bits or {})
+        self._late_groups: dict[Tensor, int] = {}
         self._reset_runtime()
         defaults = {
             "lr": lr,
@@ -130,14 +112,16 @@ class LowBitAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def _reset_runtime(self) -> None:
-        self._homes: dict[Tensor, _Home] = {}
+        self._homes: dict[Tensor, Home] = {}
         self._arenas: list[PinnedArena] = []
         self._stagings: dict[torch.device, tuple[frozenset[Any], Staging]] = {}
+        self._late = LateUpdates()
         self._grad_scale = 1.0
         self._grads_finite: bool | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = {"_homes", "_arenas", "_stagings", "_grad_scale", "_grads_finite"}
+        self._late.wait()
+        left_out = {"_homes", "_arenas", "_stagings", "_late", "_late_groups", "_grad_scale", "_grads_finite"}
         # A scheduler puts its wrapper of `step` into the instance: it is bound to this one, so it stays here too.
         return {
             key: value
@@ -147,6 +131,7 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._late_groups = {}
         self._reset_runtime()
 
     @torch._disable_dynamo
@@ -171,6 +156,26 @@ class LowBitAdamW(torch.optim.Optimizer):
         """
         self._grad_scale, self._grads_finite = float(scale), bool(finite)
 
+    def defer(self, groups: Iterable[Iterable[Tensor]]) -> None:
+        """Lets updates of parameters in host memory go on after ``step`` has returned, group by group, in order.
+
+        Whoever reads such a parameter, or writes its gradient's memory, waits first: ``wait`` for one group,
+        ``synchronize`` for all. The arithmetic is that of a step at once.
+
+        Args:
+            groups: of parameters; they replace earlier ones.
+        """
+        self._late.wait()
+        self._late_groups = {p: number for number, group in enumerate(groups) for p in group}
+
+    def wait(self, number: int) -> None:
+        """Returns when the deferred updates of a group, by its number, are done."""
+        self._late.wait(number)
+
+    def done(self, number: int) -> bool:
+        """Whether the deferred updates of a group are done."""
+        return self._late.done(number)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Does one step.
@@ -182,6 +187,7 @@ class LowBitAdamW(torch.optim.Optimizer):
             TypeError: a sparse or complex gradient; nothing has changed then.
             FloatingPointError: `max_skipped_steps` steps in a row had gradients that were not finite.
         """
+        self._late.wait()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -197,16 +203,18 @@ class LowBitAdamW(torch.optim.Optimizer):
         self.skipped_in_a_row = 0
         self._prepare(work)
         on_host = [item for item in work if item[0].device.type == "cpu"]
-        skipped = self._step_host(on_host, scale)
+        skipped = self._step_host([item for item in on_host if not self._is_late(item[0])], scale)
         for device in {p.device for p, _, _ in work if p.device.type != "cpu"}:
             skipped += self._step_device(device, [item for item in work if item[0].device == device], scale)
+        self.skipped_blocks += skipped
+        self._start_late([item for item in on_host if self._is_late(item[0])], scale)  # which counts its own
         for p, _, _ in work:
             self.state[p]["step"] += 1
-        self.skipped_blocks += skipped
         return loss
 
     def synchronize(self) -> None:
         """Returns when every weight that a step has written is where its parameter is."""
+        self._late.wait()
         for device in self._stagings:
             torch.cuda.synchronize(device)
 
@@ -255,11 +263,31 @@ class LowBitAdamW(torch.optim.Optimizer):
                 "max_skipped_steps."
             )
 
+    def _is_late(self, p: Tensor) -> bool:
+        return p in self._late_groups and self._homes[p].resident.data_ptr() == p.data_ptr()
+
+    def _start_late(self, work: list[tuple[Tensor, dict[str, Any], str]], scale: float) -> None:
+        """Hands each group's updates to the thread. They have today's hyperparameters and gradients."""
+        groups: dict[int, list[tuple[Tensor, dict[str, Any], Tensor, int]]] = {}
+        for p, group, _ in work:
+            assert p.grad is not None
+            grad, step = p.grad.detach().contiguous().view(-1), self.state[p]["step"] + 1
+            groups.setdefault(self._late_groups[p], []).append((p, dict(group), grad, step))
+            torch.autograd.graph.increment_version(p)
+            self._homes[p].seen = mark(p)
+
+        def update(part: list[tuple[Tensor, dict[str, Any], Tensor, int]]) -> None:
+            tensors = [self._tensor(p, group, 0, p.numel(), grad, scale, step) for p, group, grad, step in part]
+            self.skipped_blocks += native.adam_step(tensors, self.threads)
+
+        self._late.start({number: partial(update, groups[number]) for number in sorted(groups)})
+
     def _step_host(self, work: list[tuple[Tensor, dict[str, Any], str]], scale: float) -> int:
         tensors = []
         for p, group, _ in work:
             assert p.grad is not None
-            tensors.append(self._tensor(p, group, 0, p.numel(), p.grad.detach().contiguous().view(-1), scale))
+            step = self.state[p]["step"] + 1
+            tensors.append(self._tensor(p, group, 0, p.numel(), p.grad.detach().contiguous().view(-1), scale, step))
         skipped = native.adam_step(tensors, self.threads) if tensors else 0
         for p, _, _ in work:
             home = self._homes[p]
@@ -267,14 +295,14 @@ class LowBitAdamW(torch.optim.Optimizer):
                 p.copy_(home.resident.view(p.shape))
             else:
                 torch.autograd.graph.increment_version(p)
-            home.seen = _mark(p)
+            home.seen = mark(p)
         return skipped
 
     def _step_device(self, device: torch.device, work: list[tuple[Tensor, dict[str, Any], str]], scale: float) -> int:
         groups = {p: group for p, group, _ in work}
 
         def tensor_of(p: Tensor, start: int, stop: int, grad: Tensor) -> AdamTensor:
-            return self._tensor(p, groups[p], start, stop, grad, scale)
+            return self._tensor(p, groups[p], start, stop, grad, scale, self.state[p]["step"] + 1)
 
         def update(tensors: list[AdamTensor]) -> int:
             return native.adam_step(tensors, self.threads)
@@ -285,14 +313,14 @@ class LowBitAdamW(torch.optim.Optimizer):
             finally:
                 for p in groups:
                     home = self._homes[p]
-                    home.seen, home.total = _mark(p), sum_of_bits(p)
+                    home.seen, home.total = mark(p), sum_of_bits(p)
 
     def _tensor(
-        self, p: Tensor, group: dict[str, Any], start: int, stop: int, grad: Tensor, scale: float
+        self, p: Tensor, group: dict[str, Any], start: int, stop: int, grad: Tensor, scale: float, step: int
     ) -> AdamTensor:
-        """The kernel's view of values ``[start, stop)`` of a parameter."""
+        """The kernel's view of values ``[start, stop)`` of a parameter, for its `step`-th step."""
         state, home = self.state[p], self._homes[p]
-        bits, step = state["bits"], state["step"] + 1
+        bits = state["bits"]
         beta1, beta2 = group["betas"]
         whole = AdamTensor(
             weight=home.weight,
@@ -327,15 +355,16 @@ class LowBitAdamW(torch.optim.Optimizer):
             if not self.state[p]:
                 self.state[p] = states.new_state(p.numel(), self._bits(p, group), numbers[p])
             home = self._homes.get(p)
-            if home is None or home.seen[2:] != _mark(p)[2:]:  # another shape, layout, dtype or device
+            if home is None or home.seen[2:] != mark(p)[2:]:  # another shape, layout, dtype or device
                 fresh.append((p, group))
-            elif home.seen != _mark(p) or p in rewritten or self._wants(p, group) != self._has(p):
-                self._take_weight(p, group, home)
+            elif home.seen != mark(p) or p in rewritten or self._wants(p, group) != self._has(p):
+                take_weight(p, self.state[p], home, home, self._wants(p, group))
             elif p.device.type == "cpu" and (home.copy is not None or not p.is_contiguous()):
-                self._take_weight(p, group, home)  # the parameter is not what the kernel reads: it may differ unnoticed
+                # the parameter is not what the kernel reads: it may differ unnoticed
+                take_weight(p, self.state[p], home, home, self._wants(p, group))
         for (p, group), resident in zip(fresh, self._residents([p for p, _ in fresh]), strict=True):
-            self._homes[p] = _Home(resident, resident, _mark(p))
-            self._take_weight(p, group, None)
+            self._homes[p] = Home(resident, resident, mark(p))
+            take_weight(p, self.state[p], self._homes[p], None, self._wants(p, group))
 
     def _bits(self, p: Tensor, group: Mapping[str, Any]) -> int:
         return 32 if p.numel() < SMALLEST_LOW_BIT else self._param_bits.get(p, group["state_bits"])
@@ -374,43 +403,6 @@ class LowBitAdamW(torch.optim.Optimizer):
             found |= {p: part.view(p.dtype) for part, p in zip(arena.parts, here, strict=True)}
         return [found.get(p, torch.empty(0, dtype=p.dtype)) for p in params]
 
-    def _take_weight(self, p: Tensor, group: Mapping[str, Any], old: _Home | None) -> None:
-        """Reads a parameter's weight into its home and makes its master fit it.
-
-        Where a value is what it was, its master stays; where somebody has written another one, the master starts at it.
-
-        Args:
-            old: the home so far; None if there was none, and the state's master, if any, was made or loaded with the
-                weight.
-        """
-        state, home = self.state[p], self._homes[p]
-        before = None if old is None else old.resident
-        if p.device.type == "cpu":
-            now = p.detach().contiguous().view(-1)
-            unknown = before is not None and before.data_ptr() == now.data_ptr()  # overwritten: nobody knows by what
-        else:
-            before = None if before is None else before.clone()
-            now, unknown = home.resident, False
-            now.copy_(p.detach().reshape(-1))
-        same = None
-        if before is not None:
-            same = torch.zeros_like(now, dtype=torch.bool) if unknown else bits_of(before) == bits_of(now)
-        extension, master = state.pop("extension", None), state.pop("master", None)
-        home.weight = home.resident = now
-        wanted = self._wants(p, group)
-        if wanted == 24:
-            empty = torch.zeros(p.numel(), dtype=torch.int8)
-            kept = empty if extension is None else extension
-            state["extension"] = kept if same is None else torch.where(same, kept, empty)
-        elif wanted == 32:
-            if master is not None:  # where it does not round to the weight it is not this weight's
-                fits = master.to(p.dtype) == now
-                master = master if bool(fits.all()) else torch.where(fits, master, now.float())
-            elif extension is not None:
-                master = codec.join_master(now, extension if same is None else torch.where(same, extension, 0))
-            state["master"] = home.weight = now.float() if master is None else master
-        home.seen = _mark(p)
-
     def _staging(self, device: torch.device) -> Staging:
         params = [p for p, _, _ in self._named() if p in self._homes and p.device == device]
         key = frozenset((id(p), p.dtype, p.numel()) for p in params)
@@ -434,6 +426,7 @@ class LowBitAdamW(torch.optim.Optimizer):
             ValueError: groups or parameters that do not match, a damaged state, or one of more bits than this
                 optimizer has. Nothing has changed then.
         """
+        self._late.wait()
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
@@ -452,6 +445,11 @@ class LowBitAdamW(torch.optim.Optimizer):
         self._reset_runtime()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See torch.optim.Optimizer.state_dict."""
+        self._late.wait()
+        return super().state_dict()
 
     def nbytes(self) -> dict[str, int]:
         """What the optimizer holds so far: number of ``parameters``, bytes of their ``states`` and ``master``."""
@@ -480,11 +478,3 @@ def _all_finite(grads: list[Tensor], threads: int | None) -> bool:
     if all(bool(torch.stack(found).isfinite().all()) for found in sums.values()):
         return True
     return all(bool(grad.isfinite().all()) for grad in on_device)
-
-
-_Mark = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype, torch.device]
-
-
-def _mark(p: Tensor) -> _Mark:
-    """What changes when somebody else writes a parameter, short of writing through ``.data``."""
-    return p.data_ptr(), p._version, p.shape, p.stride(), p.dtype, p.device

@@ -26,7 +26,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,14 @@ from torch.utils.hooks import RemovableHandle
 from .layer import Layer
 from .link import Link, Slot
 from .shelf import Shelf
+
+
+class Updates(Protocol):
+    """An optimizer that goes on after its step, block by block; see ``LowBitAdamW.defer``."""
+
+    def wait(self, number: int) -> None: ...
+    def done(self, number: int) -> bool: ...
+    def synchronize(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -124,6 +132,7 @@ class Streamer:
 
     Attributes:
         fetches: number of fetches of weights so far.
+        updates: of the optimizer that goes on writing the blocks' weights after its step; None without one.
     """
 
     def __init__(
@@ -131,6 +140,7 @@ class Streamer:
     ) -> None:
         self.blocks, self.shelf, self.link, self.ahead = list(blocks), shelf, link, ahead
         self.fetches = 0
+        self.updates: Updates | None = None
         self._places: dict[Block, _Place] = {}
         for number, block in enumerate(self.blocks):
             block.number = number
@@ -157,6 +167,12 @@ class Streamer:
             self._release(block)
         self._ending = False
         self.link.finish()
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Returns when the optimizer has written every block's weights. Raises: what has gone wrong in it."""
+        if self.updates is not None:
+            self.updates.synchronize()
 
     def gradient_norm(self, p: nn.Parameter) -> Tensor | None:
         """The 2-norm of a streamed parameter's gradient, taken on the device on its way; None where that is not known.
@@ -176,6 +192,9 @@ class Streamer:
     def _hooks(self, model: nn.Module) -> Iterator[RemovableHandle]:
         me = weakref.proxy(self)  # hooks and graphs must not keep the streamer alive
         yield model.register_forward_pre_hook(lambda module, args: me._new_round(), prepend=True)
+        for module in model.modules():  # who reads weights by one of these waits for the optimizer
+            yield module.register_state_dict_pre_hook(lambda module, prefix, keep_vars: me.synchronize())
+            yield module.register_load_state_dict_pre_hook(lambda *args: me.synchronize())
         for block in self.blocks:
             yield block.module.register_forward_pre_hook(
                 lambda module, args, kwargs, block=block: me._before_forward(block, args, kwargs),
@@ -237,6 +256,8 @@ class Streamer:
             self._unbind(block)  # its copy stays: backward begins with it
         else:
             self._release(block)
+        if torch._C._current_graph_task_id() == -1:
+            self._fetch_ahead(block, self._after)  # what the optimizer had not written when this block began
 
     def _before_backward(self, block: Block) -> None:
         if block.backward:
@@ -272,6 +293,8 @@ class Streamer:
     def _fetch(self, block: Block, backward: bool) -> None:
         place = self._places[block]
         if not place.weights.there:
+            if self.updates is not None:
+                self.updates.wait(block.number)
             self._make_room()
             place.weights.ticket = self.link.fetch(place.weights.slot, self.shelf.weights(block.number))
             place.weights.there, place.round = True, self._round
@@ -296,6 +319,8 @@ class Streamer:
             if following is None:
                 return
             block = following
+            if self.updates is not None and not self.updates.done(block.number):
+                return  # not worth waiting for: the device would have nothing to do meanwhile
             self._fetch(block, backward)
 
     def _make_room(self) -> None:

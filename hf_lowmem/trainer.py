@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import weakref
 import zipfile
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -299,6 +300,9 @@ class LowMemMixin(_TrainerBase):
         prepare_training(self, resume_from_checkpoint)
         if self.model_init is None:
             self._attach(self.model, self.args.device)
+        callbacks = self.callback_handler.callbacks
+        if self.lowmem.offload_share and not any(isinstance(callback, SettleCallback) for callback in callbacks):
+            callbacks.insert(0, SettleCallback(self))
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         except BaseException:
@@ -329,7 +333,12 @@ class LowMemMixin(_TrainerBase):
             check_model(target)
             kwargs = {**_adam_settings(self.args), **_state_settings(self.lowmem, target, self.args)}
             self.optimizer_cls_and_kwargs = (LowBitAdamW, kwargs)
-        return super().create_optimizer(model)
+        optimizer = super().create_optimizer(model)
+        target = self.model if model is None else model
+        streamer = None if target is None else streamer_of(target)
+        if streamer is not None:
+            overlap(streamer, optimizer)
+        return optimizer
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return self._measure_gradients(model, self.args.max_grad_norm)
@@ -373,6 +382,33 @@ def _total_norm(params: Sequence[nn.Parameter], streamer: Streamer | None) -> Te
     dtypes = list(dict.fromkeys(p.dtype for p in grads))
     in_order = sorted(grads, key=lambda p: dtypes.index(p.dtype))  # that in which torch adds them up, dtype by dtype
     return torch.linalg.vector_norm(torch.stack([norms[p].to(first) for p in in_order]))
+
+
+def overlap(streamer: Streamer, optimizer: Any) -> None:
+    """Lets the optimizer update streamed blocks under the next forward, one after another."""
+    optimizer.defer([p for _, p in block.params] for block in streamer.blocks)
+    streamer.updates = optimizer
+
+
+class SettleCallback(TrainerCallback):
+    """Waits for updates that are under way before others' callbacks look at the weights."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = weakref.proxy(trainer)
+
+    def _settle(self, *args: Any, **kwargs: Any) -> None:
+        if self._trainer.optimizer is not None:
+            _unwrapped(self._trainer.optimizer).synchronize()
+
+    on_epoch_end = on_evaluate = on_predict = on_save = on_train_end = _settle
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        ours = ("transformers.", "hf_lowmem.")  # these do not look at weights after a step
+        for callback in self._trainer.callback_handler.callbacks:
+            looks = type(callback).on_step_end is not TrainerCallback.on_step_end
+            if looks and not type(callback).__module__.startswith(ours):
+                self._settle()
+                return
 
 
 class LowMemTrainer(LowMemMixin, Trainer):

@@ -99,7 +99,11 @@ def test_optim_args():
             "thread=2",
             "unknown key 'thread' (did you mean threads?): the keys are debug, master_bits, max_skip",
         ),
-        ("cpu_adam4bit", "zebra=2", "unknown key 'zebra': the keys are debug, master_bits, max_skipped_steps, offload, seed, staging"),
+        (
+            "cpu_adam4bit",
+            "zebra=2",
+            "unknown key 'zebra': the keys are debug, master_bits, max_skipped_steps, offload, seed, staging",
+        ),
         ("cpu_adam4bit", "seed", "'seed', which is not key=value"),
         ("cpu_adam4bit", "seed=", "'seed=', which is not key=value"),
         ("cpu_adam4bit", "seed=1,seed=2", "sets seed twice, to 1 and to 2"),

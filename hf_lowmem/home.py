@@ -1,0 +1,80 @@
+"""Where the kernel finds a parameter's weight between two steps, and how one that somebody has written is taken in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import codec
+from .staging import bits_of
+from .state import State
+
+Mark = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype, torch.device]
+
+
+def mark(p: Tensor) -> Mark:
+    """What changes when somebody else writes a parameter, short of writing through ``.data``."""
+    return p.data_ptr(), p._version, p.shape, p.stride(), p.dtype, p.device
+
+
+@dataclass
+class Home:
+    """Where the kernel finds a parameter's weight between two steps: the parameter itself, or its copy in RAM.
+
+    Attributes:
+        weight: the flat weight that the kernel reads and writes, or its fp32 master.
+        resident: the flat weight in the parameter's dtype: `weight`, or what the kernel writes beside a master.
+        seen: what the parameter was like after our last write; see `mark`.
+        total: of a parameter on a GPU, the sum of its bits then, on the GPU.
+    """
+
+    weight: Tensor
+    resident: Tensor
+    seen: Mark
+    total: Tensor | None = None
+
+    @property
+    def copy(self) -> Tensor | None:
+        return None if self.weight is self.resident else self.resident
+
+
+def take_weight(p: Tensor, state: State, home: Home, old: Home | None, wanted: int | None) -> None:
+    """Reads a parameter's weight into its home and makes its master fit it.
+
+    Where a value is what it was, its master stays; where somebody has written another one, the master starts at it.
+
+    Args:
+        p: the parameter.
+        state: its state, whose master is made or changed.
+        home: its home, which is changed.
+        old: the home so far; None if there was none, and the state's master, if any, was made or loaded with the
+            weight.
+        wanted: bits of the master that it is to have; None for a weight that is its own.
+    """
+    before = None if old is None else old.resident
+    if p.device.type == "cpu":
+        now = p.detach().contiguous().view(-1)
+        unknown = before is not None and before.data_ptr() == now.data_ptr()  # overwritten: nobody knows by what
+    else:
+        before = None if before is None else before.clone()
+        now, unknown = home.resident, False
+        now.copy_(p.detach().reshape(-1))
+    same = None
+    if before is not None:
+        same = torch.zeros_like(now, dtype=torch.bool) if unknown else bits_of(before) == bits_of(now)
+    extension, master = state.pop("extension", None), state.pop("master", None)
+    home.weight = home.resident = now
+    if wanted == 24:
+        empty = torch.zeros(p.numel(), dtype=torch.int8)
+        kept = empty if extension is None else extension
+        state["extension"] = kept if same is None else torch.where(same, kept, empty)
+    elif wanted == 32:
+        if master is not None:  # where it does not round to the weight it is not this weight's
+            fits = master.to(p.dtype) == now
+            master = master if bool(fits.all()) else torch.where(fits, master, now.float())
+        elif extension is not None:
+            master = codec.join_master(now, extension if same is None else torch.where(same, extension, 0))
+        state["master"] = home.weight = now.float() if master is None else master
+    home.seen = mark(p)

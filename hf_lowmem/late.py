@@ -1,0 +1,59 @@
+"""``LateUpdates``: parts of a step that go on in a thread after the step has returned."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+_all: weakref.WeakSet[LateUpdates] = weakref.WeakSet()
+
+
+class LateUpdates:
+    """Jobs by number, done one after another in the order in which they were given, by one thread.
+
+    A job that raises keeps its exception for whoever waits for it; the jobs behind it are done all the same.
+    """
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._jobs: dict[int, Future[None]] = {}
+        _all.add(self)
+
+    def start(self, jobs: Mapping[int, Callable[[], None]]) -> None:
+        """Starts the jobs. Those of the last time must be done: call ``wait()`` before."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="hf_lowmem_late")
+        self._jobs = {number: self._thread.submit(job) for number, job in jobs.items()}
+
+    def done(self, number: int) -> bool:
+        """Whether nothing with this number is left to be done."""
+        job = self._jobs.get(number)
+        return job is None or job.done()
+
+    def wait(self, number: int | None = None) -> None:
+        """Returns when the job with this number, or every one, is done. Raises: what the job has raised, once."""
+        numbers = list(self._jobs) if number is None else [number]
+        failed: BaseException | None = None
+        for n in numbers:
+            job = self._jobs.get(n)
+            if job is not None:
+                error = job.exception()
+                del self._jobs[n]
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def _forget(self) -> None:
+        """In a forked child, which has no such thread: it must not touch what the parent is writing."""
+        self._thread, self._jobs = None, {}
+
+
+def _forget_all() -> None:
+    for late in _all:
+        late._forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)

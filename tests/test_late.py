@@ -1,0 +1,198 @@
+"""Updates that go on after the step has returned: in order, waited for by whoever reads, and never lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from hf_lowmem import LowBitAdamW, LowMemConfig, attach
+from hf_lowmem.kernels import native
+from hf_lowmem.late import LateUpdates
+from hf_lowmem.trainer import overlap
+
+
+def test_jobs_are_done_in_order_and_waited_for() -> None:
+    late, done, go = LateUpdates(), [], threading.Event()
+    late.wait()
+    late.start({3: lambda: (go.wait(), done.append(3)), 1: lambda: done.append(1), 2: lambda: done.append(2)})
+    assert not late.done(1)
+    assert late.done(7)
+    go.set()
+    late.wait(1)
+    assert done[:2] == [3, 1]
+    late.wait()
+    assert done == [3, 1, 2]
+    assert late.done(2)
+
+
+def test_an_error_is_raised_once_and_stops_no_other() -> None:
+    late, done = LateUpdates(), []
+    late.start({0: lambda: 1 / 0, 1: lambda: done.append(1)})
+    late.wait(1)
+    with pytest.raises(ZeroDivisionError):
+        late.wait()
+    late.wait()
+    assert done == [1]
+
+
+class Slow:
+    """The kernel, some time later."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.running = threading.Event()
+        self.go = threading.Event()
+        self.step = native.adam_step
+        monkeypatch.setattr(native, "adam_step", self)
+
+    def __call__(self, tensors, threads=None):
+        if threading.current_thread() is not threading.main_thread():
+            self.running.set()
+            assert self.go.wait(10)
+        return self.step(tensors, threads)
+
+
+def stack(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*[nn.Linear(96, 96) for _ in range(4)])
+
+
+def backward(model: nn.Module, seed: int) -> None:
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(seed))
+    model.zero_grad()
+    model(x).square().mean().backward()
+
+
+@pytest.mark.parametrize("state_bits", [4, 32])
+def test_deferred_is_undeferred(state_bits) -> None:
+    models = [stack(), stack()]
+    optimizers = [LowBitAdamW(m.parameters(), lr=1e-2, state_bits=state_bits, seed=3) for m in models]
+    optimizers[1].defer([list(layer.parameters()) for layer in models[1][:3]])
+    for step in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            backward(model, step)
+            optimizer.scale_gradients(0.5)
+            optimizer.step()
+            for group in optimizer.param_groups:  # as a scheduler does, while updates are under way
+                group["lr"] *= 0.5
+            optimizer.synchronize()
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+    one, other = (optimizer.state_dict() for optimizer in optimizers)
+    for key, state in one["state"].items():
+        for name, value in state.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other["state"][key][name]))
+
+
+@pytest.mark.parametrize("reader", ["state_dict", "load_state_dict", "synchronize", "step", "wait", "pickle"])
+def test_readers_wait(monkeypatch, reader) -> None:
+    import pickle
+
+    model = stack()
+    optimizer = LowBitAdamW(model.parameters(), lr=1e-2)
+    backward(model, 0)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    optimizer.defer([list(model.parameters())])
+    slow = Slow(monkeypatch)
+    backward(model, 1)
+    before = model[0].weight.detach().clone()
+    optimizer.step()
+    assert slow.running.wait(10)
+    assert torch.equal(model[0].weight, before)
+    assert not optimizer.done(0)
+    threading.Timer(0.05, slow.go.set).start()
+    {
+        "state_dict": optimizer.state_dict,
+        "load_state_dict": lambda: optimizer.load_state_dict(saved),
+        "synchronize": optimizer.synchronize,
+        "step": lambda: (model.zero_grad(), optimizer.step()),
+        "wait": lambda: optimizer.wait(0),
+        "pickle": lambda: pickle.dumps(optimizer),
+    }[reader]()
+    assert slow.go.is_set()
+    assert not torch.equal(model[0].weight, before)
+
+
+def test_a_failed_update_is_heard_of(monkeypatch) -> None:
+    model = stack()
+    optimizer = LowBitAdamW(model.parameters(), lr=1e-2)
+    optimizer.defer([list(model.parameters())])
+    backward(model, 0)
+
+    def broken(tensors, threads=None):
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(native, "adam_step", broken)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        optimizer.synchronize()
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(list(stack()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("reader", ["forward", "state_dict", "block's state_dict", "load_state_dict", "go_home"])
+def test_readers_of_a_streamed_model_wait(monkeypatch, reader) -> None:
+    model = Chain()
+    streamer = attach(model, LowMemConfig(offload="cpu"))
+    optimizer = LowBitAdamW(model.parameters(), lr=1e-2)
+    overlap(streamer, optimizer)
+    x = torch.randn(5, 96)
+    model(x).square().mean().backward()
+    saved = {name: p.clone() for name, p in model.state_dict().items()}
+    slow = Slow(monkeypatch)
+    optimizer.step()
+    assert slow.running.wait(10)
+    threading.Timer(0.05, slow.go.set).start()
+    started = time.perf_counter()
+    {
+        "forward": lambda: model(x),
+        "state_dict": model.state_dict,
+        "block's state_dict": model.blocks[2].state_dict,
+        "load_state_dict": lambda: model.load_state_dict(saved),
+        "go_home": streamer.go_home,
+    }[reader]()
+    assert time.perf_counter() - started > 0.03
+    if reader == "forward":
+        assert all(optimizer.done(number) for number in range(4))
+    optimizer.synchronize()
+    same = [torch.equal(p, saved[name]) for name, p in model.named_parameters()]
+    assert all(same) if reader == "load_state_dict" else not any(same)
+
+
+def test_a_forward_starts_before_the_last_update_is_done(monkeypatch) -> None:
+    """Block 0 is computed while block 3 is being updated."""
+    model = Chain()
+    streamer = attach(model, LowMemConfig(offload="cpu"))
+    optimizer = LowBitAdamW(model.parameters(), lr=1e-2)
+    overlap(streamer, optimizer)
+    x = torch.randn(5, 96)
+    model(x).square().mean().backward()
+    step, go, seen = native.adam_step, threading.Event(), []
+
+    def last_one_waits(tensors, threads=None):
+        seen.append(len(seen))
+        if len(seen) == 4:
+            assert go.wait(10)
+        return step(tensors, threads)
+
+    monkeypatch.setattr(native, "adam_step", last_one_waits)
+    optimizer.step()
+    reached = []
+    for i, block in enumerate(model.blocks):
+        block.register_forward_hook(lambda *args, i=i: (reached.append(i), go.set() if i == 2 else None)[1])
+    model(x)
+    assert reached == [0, 1, 2, 3]
+    assert go.is_set()
