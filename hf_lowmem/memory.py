@@ -6,6 +6,8 @@ registered with the driver at its exact size.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import warnings
 import weakref
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 PAGE = 4096
+HUGE_PAGE = 2 * 2**20
 ALIGN = 256
 
 
@@ -35,14 +38,27 @@ class PinnedArena:
         for size in sizes:
             offsets.append(total)
             total += -(-size // ALIGN) * ALIGN
-        base = torch.empty(total + PAGE, dtype=torch.uint8)
-        start = -base.data_ptr() % PAGE
+        page = HUGE_PAGE if total >= 2 * HUGE_PAGE else PAGE
+        base = _host_memory(total + page)
+        start = -base.data_ptr() % page
         self.nbytes = total
         self.pinned = total > 0 and _register(base, start, total)
         if self.pinned:
             # The finalizer's reference keeps the memory until the driver has let go of it.
             weakref.finalize(self, _unregister, base, start)
         self.parts: list[Tensor] = [base[start + o : start + o + n] for o, n in zip(offsets, sizes, strict=True)]
+
+
+def _host_memory(nbytes: int) -> Tensor:
+    """Memory of which nothing is resident yet, in huge pages where the system has them: these are pinned many times
+    faster than a page of 4 KiB at a time.
+    """
+    if nbytes >= 2 * HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(memory, dtype=torch.uint8)  # which keeps the mapping
+    return torch.empty(nbytes, dtype=torch.uint8)
 
 
 def _register(base: Tensor, start: int, nbytes: int) -> bool:

@@ -120,7 +120,8 @@ def build(tiny, kind: str) -> nn.Module:
 
 
 def run(model: nn.Module, micro_batches: int = 2) -> tuple[float, dict[str, torch.Tensor | None]]:
-    tokens = torch.randint(3, 128, (2, 8), generator=torch.Generator().manual_seed(1))
+    device = model.get_input_embeddings().weight.device
+    tokens = torch.randint(3, 128, (2, 8), generator=torch.Generator().manual_seed(1)).to(device)
     torch.manual_seed(7)
     for _ in range(micro_batches):
         loss = model(input_ids=tokens, labels=tokens).loss

@@ -47,7 +47,7 @@ def test_streamed_is_unstreamed(tiny, kind, checkpointing, offload, debug) -> No
 def test_a_large_model_in_a_little_memory(tiny) -> None:
     """Blocks that take their time, so that copies and computation overlap, under memory that holds three of them."""
     config = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "dtype": "bfloat16"}
-    tokens = torch.randint(3, 128, (8, 256), device="cuda")
+    tokens = torch.randint(3, 128, (4, 128), device="cuda")
     results = []
     for offload in ("none", "cpu"):
         model = tiny.model(**config).train()

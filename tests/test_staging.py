@@ -425,3 +425,21 @@ def test_sum_of_bits_sees_every_value(dtype: torch.dtype, offset: int, numel: in
         x[i] = old
     if numel == 4096:
         assert staging.sum_of_bits(x.view(64, 64).t()).dtype is torch.int64
+
+
+def test_large_host_memory_is_aligned_and_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(memory, "_register", lambda base, start, nbytes: seen.append((base, start, nbytes)))
+    sizes = [5 * 2**20 + 3, 100]
+    arena = PinnedArena(sizes)
+    ((base, start, nbytes),) = seen
+    assert (base.data_ptr() + start) % memory.HUGE_PAGE == 0
+    assert nbytes == arena.nbytes == 5 * 2**20 + 512
+    for value, part in enumerate(arena.parts):
+        part.fill_(value + 1)
+    assert [part.long().sum().item() for part in arena.parts] == [sizes[0], 2 * sizes[1]]
+    parts = arena.parts
+    del arena, base
+    seen.clear()
+    gc.collect()
+    assert parts[0][-1] == 1  # the tensors keep the mapping
