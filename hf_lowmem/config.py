@@ -118,7 +118,6 @@ class LowMemConfig:
     Use ``replaced``, not ``dataclasses.replace``, which drops such fields.
     """
 
-    offload: str = field(default="none", metadata={"help": "Blocks that rest in RAM: none, cpu, or a share 0..1."})
     debug: bool = field(
         default=False, init=False, metadata={"help": "Fill released device memory with NaN; saves no memory."}
     )
@@ -130,6 +129,7 @@ class LowMemConfig:
     seed: int | None = field(default=None, init=False, metadata={"help": "Seed of the random rounding."})
     staging_memory: str = field(default="512MB", metadata={"help": "Host memory for transfers, such as 512MB or 1GiB."})
     max_skipped_steps: int = field(default=10, metadata={"help": "Skipped steps in a row that end the training."})
+    offload: str = field(default="none", metadata={"help": "Blocks that rest in RAM: none, cpu, or a share 0..1."})
 
     def __post_init__(self) -> None:
         self.offload = str(self.offload)

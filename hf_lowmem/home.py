@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from . import codec
-from .staging import bits_of
+from .staging import bits_of, sum_of_bits
 from .state import State
 
 Mark = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype, torch.device]
@@ -78,3 +79,17 @@ def take_weight(p: Tensor, state: State, home: Home, old: Home | None, wanted: i
             master = codec.join_master(now, extension if same is None else torch.where(same, extension, 0))
         state["master"] = home.weight = now.float() if master is None else master
     home.seen = mark(p)
+
+
+def rewritten_on_gpu(params: list[Tensor], homes: Mapping[Tensor, Home]) -> set[Tensor]:
+    """Parameters on a GPU that are not what we wrote last, whoever has written them and however."""
+    changed: set[Tensor] = set()
+    known = [p for p in params if p in homes and homes[p].total is not None and p.device.type != "cpu"]
+    for device in {p.device for p in known}:
+        here = [p for p in known if p.device == device]
+        totals = [t for p in here if (t := homes[p].total) is not None and t.device == device]
+        if len(totals) < len(here):  # some have moved here: `seen` says so
+            continue
+        same = torch.stack(totals) == torch.stack([sum_of_bits(p) for p in here])
+        changed |= {p for p, equal in zip(here, same.tolist(), strict=True) if not equal}
+    return changed

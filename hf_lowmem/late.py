@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 _all: weakref.WeakSet[LateUpdates] = weakref.WeakSet()
@@ -21,11 +21,12 @@ class LateUpdates:
         self._jobs: dict[int, Future[None]] = {}
         _all.add(self)
 
-    def start(self, jobs: Mapping[int, Callable[[], None]]) -> None:
-        """Starts the jobs. Those of the last time must be done: call ``wait()`` before."""
+    def add(self, number: int, job: Callable[[], None]) -> None:
+        """Adds a job behind the others, once an earlier one with its number is done. Raises: what that has raised."""
+        self.wait(number)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="hf_lowmem_late")
-        self._jobs = {number: self._thread.submit(job) for number, job in jobs.items()}
+        self._jobs[number] = self._thread.submit(job)
 
     def done(self, number: int) -> bool:
         """Whether nothing with this number is left to be done."""

@@ -47,7 +47,8 @@ class Link(Protocol):
     def fetch(self, slot: Slot, home: Tensor) -> Any: ...
     def use(self, ticket: Any) -> None: ...
     def release(self, slot: Slot) -> None: ...
-    def send(self, pairs: Sequence[tuple[Tensor, Tensor]], slot: Slot | None = None) -> None: ...
+    def send(self, pairs: Sequence[tuple[Tensor, Tensor]], slot: Slot | None = None) -> Any: ...
+    def arrived(self, sent: Any) -> None: ...
     def finish(self) -> None: ...
 
 
@@ -88,12 +89,14 @@ class CudaLink:
         """Gives a slot's memory back, once the computing stream has done what it has been given so far."""
         self._give_back(slot, torch.cuda.current_stream(self.device).record_event())
 
-    def send(self, pairs: Sequence[tuple[Tensor, Tensor]], slot: Slot | None = None) -> None:
+    def send(self, pairs: Sequence[tuple[Tensor, Tensor]], slot: Slot | None = None) -> torch.cuda.Event:
         """Starts copies up, once the computing stream has done what it has been given so far.
 
         Args:
             pairs: (home, source on the GPU) of each copy. The sources are kept as long as they are needed.
             slot: given back after the copies, where the sources lie in one.
+
+        Returns: what ``arrived`` takes.
         """
         compute = torch.cuda.current_stream(self.device)
         self._up.wait_stream(compute)
@@ -107,6 +110,11 @@ class CudaLink:
         while self._sent and (len(self._sent) > self._kept or self._sent[0][0].query()):
             compute.wait_event(self._sent[0][0])  # their memory is the computing stream's again
             self._sent.popleft()
+        return done
+
+    def arrived(self, sent: torch.cuda.Event) -> None:
+        """The CPU waits for what has been sent. Any thread may ask."""
+        sent.synchronize()
 
     def finish(self) -> None:
         """The CPU waits until all that was sent has come home."""
@@ -142,5 +150,7 @@ class HostLink:
             home.copy_(source)
         if slot is not None:
             slot.empty()
+
+    def arrived(self, sent: None) -> None: ...
 
     def finish(self) -> None: ...

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +10,12 @@ from torch import Tensor
 
 from . import codec, rules
 from . import state as states
-from .home import Home, mark, take_weight
+from .home import Home, mark, rewritten_on_gpu, take_weight
 from .kernels import native
 from .kernels.adam import AdamConstants, AdamTensor
 from .late import LateUpdates
 from .memory import PinnedArena
-from .rules import DTYPES, SMALLEST_LOW_BIT, check_group, check_param_bits, check_whole, param_bits
+from .rules import SMALLEST_LOW_BIT, check_gradient, check_group, check_param_bits, check_whole, param_bits
 from .staging import Staging, sum_of_bits
 
 __all__ = ["LowBitAdamW", "param_bits"]
@@ -187,7 +186,6 @@ class LowBitAdamW(torch.optim.Optimizer):
             TypeError: a sparse or complex gradient; nothing has changed then.
             FloatingPointError: `max_skipped_steps` steps in a row had gradients that were not finite.
         """
-        self._late.wait()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -201,16 +199,45 @@ class LowBitAdamW(torch.optim.Optimizer):
             self._skip()
             return loss
         self.skipped_in_a_row = 0
+        for number in {self._late_groups[p] for p, _, _ in work if p in self._late_groups}:
+            self._late.wait(number)
         self._prepare(work)
         on_host = [item for item in work if item[0].device.type == "cpu"]
         skipped = self._step_host([item for item in on_host if not self._is_late(item[0])], scale)
         for device in {p.device for p, _, _ in work if p.device.type != "cpu"}:
             skipped += self._step_device(device, [item for item in work if item[0].device == device], scale)
         self.skipped_blocks += skipped
-        self._start_late([item for item in on_host if self._is_late(item[0])], scale)  # which counts its own
         for p, _, _ in work:
             self.state[p]["step"] += 1
+        late: dict[int, dict[Tensor, Tensor]] = {}
+        for p, _, _ in on_host:
+            if self._is_late(p) and p.grad is not None:
+                late.setdefault(self._late_groups[p], {})[p] = p.grad.detach().contiguous().view(-1)
+        groups = {p: group for p, group, _ in work}
+        for number in sorted(late):
+            self._update_late(number, late[number], groups, scale, lambda: None, lambda: None)
         return loss
+
+    @torch.no_grad()
+    def update(
+        self, number: int, grads: Mapping[Tensor, Tensor], arrived: Callable[[], None], used: Callable[[], None]
+    ) -> None:
+        """Steps one deferred group before ``step``, which leaves it alone if its parameters have no ``grad`` by then.
+
+        The gradients are taken as they are: unscaled, and a block of them that is not finite leaves its values alone.
+
+        Args:
+            number: of the group.
+            grads: the gradient of each parameter that has one, in host memory, contiguous.
+            arrived: returns when they are there; called in the thread that updates.
+            used: called there when they have been read, also if that has failed.
+        """
+        self._late.wait(number)
+        groups = {p: group for p, group, _ in self._named() if p in grads}
+        self._prepare([(p, group, "") for p, group in groups.items()])
+        for p in grads:
+            self.state[p]["step"] += 1
+        self._update_late(number, {p: grad.view(-1) for p, grad in grads.items()}, groups, 1.0, arrived, used)
 
     def synchronize(self) -> None:
         """Returns when every weight that a step has written is where its parameter is."""
@@ -224,20 +251,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         for p, group, name in self._named():
             if p.grad is None:
                 continue
-            if p.grad.layout is not torch.strided:
-                raise TypeError(
-                    f"the gradient of {name}, shape {tuple(p.shape)}, is sparse ({p.grad.layout}): LowBitAdamW takes "
-                    "dense gradients only. Build the embedding with sparse=False."
-                )
-            if p.grad.dtype not in DTYPES:
-                raise TypeError(f"the gradient of {name} is {p.grad.dtype}; float32, bfloat16 and float16 are taken.")
-            if p.device.type not in ("cpu", "cuda"):
-                raise TypeError(f"{name} is on {p.device}; parameters may be on the CPU or on a CUDA GPU.")
-            if p.device.type == "cuda" and (p.grad.dtype is not p.dtype or p.grad.device != p.device):
-                raise TypeError(
-                    f"{name} is {p.dtype} on {p.device} and its gradient {p.grad.dtype} on {p.grad.device}; on a GPU "
-                    "both must be of one dtype and on one device."
-                )
+            check_gradient(p, name)
             if p.numel():
                 work.append((p, group, name))
         return work
@@ -266,21 +280,30 @@ class LowBitAdamW(torch.optim.Optimizer):
     def _is_late(self, p: Tensor) -> bool:
         return p in self._late_groups and self._homes[p].resident.data_ptr() == p.data_ptr()
 
-    def _start_late(self, work: list[tuple[Tensor, dict[str, Any], str]], scale: float) -> None:
-        """Hands each group's updates to the thread. They have today's hyperparameters and gradients."""
-        groups: dict[int, list[tuple[Tensor, dict[str, Any], Tensor, int]]] = {}
-        for p, group, _ in work:
-            assert p.grad is not None
-            grad, step = p.grad.detach().contiguous().view(-1), self.state[p]["step"] + 1
-            groups.setdefault(self._late_groups[p], []).append((p, dict(group), grad, step))
+    def _update_late(
+        self,
+        number: int,
+        grads: Mapping[Tensor, Tensor],
+        groups: Mapping[Tensor, dict[str, Any]],
+        scale: float,
+        arrived: Callable[[], None],
+        used: Callable[[], None],
+    ) -> None:
+        """Hands a group's step to the thread, with the hyperparameters of today. The steps are counted already."""
+        work = [(p, dict(groups[p]), grad, self.state[p]["step"]) for p, grad in grads.items()]
+        for p in grads:
             torch.autograd.graph.increment_version(p)
             self._homes[p].seen = mark(p)
 
-        def update(part: list[tuple[Tensor, dict[str, Any], Tensor, int]]) -> None:
-            tensors = [self._tensor(p, group, 0, p.numel(), grad, scale, step) for p, group, grad, step in part]
-            self.skipped_blocks += native.adam_step(tensors, self.threads)
+        def job() -> None:
+            try:
+                arrived()
+                tensors = [self._tensor(p, group, 0, p.numel(), grad, scale, step) for p, group, grad, step in work]
+                self.skipped_blocks += native.adam_step(tensors, self.threads)
+            finally:
+                used()
 
-        self._late.start({number: partial(update, groups[number]) for number in sorted(groups)})
+        self._late.add(number, job)
 
     def _step_host(self, work: list[tuple[Tensor, dict[str, Any], str]], scale: float) -> int:
         tensors = []
@@ -350,7 +373,7 @@ class LowBitAdamW(torch.optim.Optimizer):
     def _prepare(self, work: list[tuple[Tensor, dict[str, Any], str]]) -> None:
         """Makes states and homes that do not exist yet, and takes weights anew that somebody else has written."""
         numbers = {p: i for i, (p, _, _) in enumerate(self._named())}
-        fresh, rewritten = [], self._rewritten_on_gpu([p for p, _, _ in work])
+        fresh, rewritten = [], rewritten_on_gpu([p for p, _, _ in work], self._homes)
         for p, group, _ in work:
             if not self.state[p]:
                 self.state[p] = states.new_state(p.numel(), self._bits(p, group), numbers[p])
@@ -378,19 +401,6 @@ class LowBitAdamW(torch.optim.Optimizer):
         if p.dtype is torch.float32:
             return None
         return 32 if "master" in state else 24 if "extension" in state else 16
-
-    def _rewritten_on_gpu(self, params: list[Tensor]) -> set[Tensor]:
-        """Parameters on a GPU that are not what we wrote last, whoever has written them and however."""
-        changed: set[Tensor] = set()
-        known = [p for p in params if p in self._homes and self._homes[p].total is not None and p.device.type != "cpu"]
-        for device in {p.device for p in known}:
-            here = [p for p in known if p.device == device]
-            totals = [t for p in here if (t := self._homes[p].total) is not None and t.device == device]
-            if len(totals) < len(here):  # some have moved here: `seen` says so
-                continue
-            same = torch.stack(totals) == torch.stack([sum_of_bits(p) for p in here])
-            changed |= {p for p, equal in zip(here, same.tolist(), strict=True) if not equal}
-        return changed
 
     def _residents(self, params: list[Tensor]) -> list[Tensor]:
         """Where each parameter's flat weight is to lie in RAM: pinned memory for those on a GPU."""

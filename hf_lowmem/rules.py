@@ -123,3 +123,22 @@ def check_group(group: Mapping[str, Any]) -> None:
         if p.dtype not in DTYPES:
             name = names[i] if names else f"parameter {i} of its group"
             raise TypeError(f"{name}, shape {tuple(p.shape)}, is {p.dtype}; float32, bfloat16 and float16 are taken.")
+
+
+def check_gradient(p: Tensor, name: str) -> None:
+    """Raises: TypeError for a gradient that no step can be done with."""
+    assert p.grad is not None
+    if p.grad.layout is not torch.strided:
+        raise TypeError(
+            f"the gradient of {name}, shape {tuple(p.shape)}, is sparse ({p.grad.layout}): LowBitAdamW takes "
+            "dense gradients only. Build the embedding with sparse=False."
+        )
+    if p.grad.dtype not in DTYPES:
+        raise TypeError(f"the gradient of {name} is {p.grad.dtype}; float32, bfloat16 and float16 are taken.")
+    if p.device.type not in ("cpu", "cuda"):
+        raise TypeError(f"{name} is on {p.device}; parameters may be on the CPU or on a CUDA GPU.")
+    if p.device.type == "cuda" and (p.grad.dtype is not p.dtype or p.grad.device != p.device):
+        raise TypeError(
+            f"{name} is {p.dtype} on {p.device} and its gradient {p.grad.dtype} on {p.grad.device}; on a GPU "
+            "both must be of one dtype and on one device."
+        )

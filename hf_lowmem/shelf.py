@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from queue import Queue
 from typing import Protocol
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from .layer import Layer
 from .memory import PinnedArena
+
+PASSING = 3  # gradients on their way: one being read, one that has arrived, one that comes
 
 
 class Shelf(Protocol):
@@ -20,6 +23,12 @@ class Shelf(Protocol):
 
     def gradients(self, number: int) -> Tensor:
         """The home of the gradients of a layer's trainable tensors."""
+
+    def borrow(self, number: int) -> Tensor:
+        """A passing place for these gradients; waits until one is free."""
+
+    def give_back(self, number: int, slab: Tensor) -> None:
+        """Frees a passing place."""
 
 
 class RamShelf:
@@ -37,6 +46,7 @@ class RamShelf:
         self._arenas: list[PinnedArena] = []
         self._weights: list[Tensor | None] = [None] * len(layers)
         self._gradients: list[Tensor | None] = [None] * len(layers)
+        self._passing: dict[int, tuple[int, Queue[Tensor]]] = {}  # by size: how many there are, and those that are free
 
     def weights(self, number: int) -> Tensor:
         """See ``Shelf``; taken at the first call, so that a model moves here layer by layer."""
@@ -49,19 +59,35 @@ class RamShelf:
             raise ValueError(f"layer {number} has no gradients: nothing in it is trained")
         return self._slab(self._gradients, number, layer)
 
+    def borrow(self, number: int) -> Tensor:
+        """See ``Shelf``. There are ``PASSING`` places for each size of a layer."""
+        layer = self._gradient_layers[number]
+        assert layer is not None
+        count, free = self._passing.setdefault(layer.nbytes, (0, Queue()))
+        if free.empty() and count < PASSING:
+            self._passing[layer.nbytes] = (count + 1, free)
+            return self._new_slab(layer.nbytes)
+        return free.get()
+
+    def give_back(self, number: int, slab: Tensor) -> None:
+        """See ``Shelf``. Any thread may do it."""
+        self._passing[slab.numel()][1].put(slab)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all slabs taken so far."""
-        return sum(slab.numel() for slab in (*self._weights, *self._gradients) if slab is not None)
+        taken = sum(slab.numel() for slab in (*self._weights, *self._gradients) if slab is not None)
+        return taken + sum(size * count for size, (count, _) in self._passing.items())
 
     def _slab(self, slabs: list[Tensor | None], number: int, layer: Layer) -> Tensor:
         slab = slabs[number]
         if slab is None:
-            if self._pin:
-                arena = PinnedArena([layer.nbytes])
-                self._arenas.append(arena)
-                slab = arena.parts[0]
-            else:
-                slab = torch.empty(layer.nbytes, dtype=torch.uint8)
-            slabs[number] = slab
+            slab = slabs[number] = self._new_slab(layer.nbytes)
         return slab
+
+    def _new_slab(self, nbytes: int) -> Tensor:
+        if not self._pin:
+            return torch.empty(nbytes, dtype=torch.uint8)
+        arena = PinnedArena([nbytes])
+        self._arenas.append(arena)
+        return arena.parts[0]

@@ -44,6 +44,9 @@ class Updates(Protocol):
     def wait(self, number: int) -> None: ...
     def done(self, number: int) -> bool: ...
     def synchronize(self) -> None: ...
+    def update(
+        self, number: int, grads: Mapping[Tensor, Tensor], arrived: Callable[[], None], used: Callable[[], None]
+    ) -> None: ...
 
 
 @dataclass(eq=False)
@@ -59,6 +62,7 @@ class Block:
         layer: how these lie in one slab.
         gradient_layer: the same for the gradients of those that are trained; None if there are none.
         backward: whether it is in the state BACKWARD.
+        to_come: forwards whose backward is still to come.
     """
 
     name: str
@@ -68,6 +72,7 @@ class Block:
     layer: Layer = field(init=False)
     gradient_layer: Layer | None = field(init=False)
     backward: bool = field(default=False, init=False)
+    to_come: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.layer = Layer.of([(name, p.data) for name, p in self.params])
@@ -133,6 +138,9 @@ class Streamer:
     Attributes:
         fetches: number of fetches of weights so far.
         updates: of the optimizer that goes on writing the blocks' weights after its step; None without one.
+        early: whether a block is updated as soon as its gradients have arrived, in the next backward, which must be the
+            last one before the step. Its parameters then have no ``grad``, which is kept nowhere.
+        early_norms: the norms of these gradients, by parameter, of the last backward.
     """
 
     def __init__(
@@ -141,6 +149,8 @@ class Streamer:
         self.blocks, self.shelf, self.link, self.ahead = list(blocks), shelf, link, ahead
         self.fetches = 0
         self.updates: Updates | None = None
+        self.early = False
+        self.early_norms: dict[nn.Parameter, Tensor] = {}
         self._places: dict[Block, _Place] = {}
         for number, block in enumerate(self.blocks):
             block.number = number
@@ -252,6 +262,7 @@ class Streamer:
         me = weakref.proxy(self)
         for x in outputs:
             x.register_hook(lambda gradient: me._before_backward(block))
+        block.to_come += bool(outputs)
         if outputs and self._is_among_last(block):
             self._unbind(block)  # its copy stays: backward begins with it
         else:
@@ -264,6 +275,7 @@ class Streamer:
             return
         if not self._ending:
             self._ending = True
+            self.early_norms.clear()
             me = weakref.proxy(self)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: me._end_of_backward())
         block.backward = True
@@ -272,6 +284,7 @@ class Streamer:
 
     def _after_backward(self, block: Block) -> None:
         if block.backward:
+            block.to_come -= 1
             self._send(block)
             self._release(block)
             block.backward = False
@@ -281,6 +294,7 @@ class Streamer:
         for block in self.blocks:
             self._after_backward(block)
             self._release(block)
+            block.to_come = 0
         self.link.finish()
 
     def _is_among_last(self, block: Block) -> bool:
@@ -361,23 +375,41 @@ class Streamer:
         self._there.pop(block, None)
 
     def _send(self, block: Block) -> None:
-        """Sends a block's gradients home, where they are its parameters' from here on."""
+        """Sends a block's gradients home, where they are its parameters' from here on; or to the optimizer at once."""
         place = self._places[block]
         params = [p for p in block.trained if p.grad is not None]
         if not params:
             return
         assert block.gradient_layer is not None
         assert place.gradients is not None
-        views = block.gradient_layer.views(self.shelf.gradients(block.number))
-        homes = {p: view for p, view in zip(block.trained, views, strict=True) if p.grad is not None}
+        early = self.early and self.updates is not None and block.to_come <= 0  # not if more is to be added
+        passing = early and not place.gradients.there
+        slab = self.shelf.borrow(block.number) if passing else self.shelf.gradients(block.number)
+        views = block.gradient_layer.views(slab)
+        homes: dict[Tensor, Tensor] = {
+            p: view for p, view in zip(block.trained, views, strict=True) if p.grad is not None
+        }
         sources = [p.grad for p in params if p.grad is not None]
         norms = torch._foreach_norm(sources)
         slot = place.gradients.slot if place.gradients.there else None
-        self.link.send(list(zip(homes.values(), sources, strict=True)), slot)
+        sent = self.link.send(list(zip(homes.values(), sources, strict=True)), slot)
         place.gradients.there = False
         for p in params:
             p.grad = None  # a parameter and its gradient are on one device
         self._unbind(block)
+        if early:
+            self.early_norms.update(zip(params, norms, strict=True))
+            self._update(block, homes, sent, slab if passing else None)
+            return
         for p, norm in zip(params, norms, strict=True):
             p.grad = homes[p]
             self._norms[p] = (norm, homes[p], homes[p]._version)
+
+    def _update(self, block: Block, grads: dict[Tensor, Tensor], sent: Any, passing: Tensor | None) -> None:
+        def used() -> None:
+            if passing is not None:
+                shelf.give_back(block.number, passing)
+
+        shelf, link = self.shelf, self.link
+        assert self.updates is not None
+        self.updates.update(block.number, grads, lambda: link.arrived(sent), used)

@@ -311,6 +311,14 @@ class LowMemMixin(_TrainerBase):
                 streamer.go_home()  # in the middle of a step, or by Ctrl-C: the weights are at home all the same
             raise
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """See ``Trainer.training_step``. Without clipping, streamed blocks are updated during the last backward."""
+        streamer = None if self.model is None else streamer_of(self.model)
+        if streamer is not None:
+            unclipped = not self.args.max_grad_norm and self.accelerator.scaler is None
+            streamer.early = unclipped and self.accelerator.sync_gradients
+        return super().training_step(*args, **kwargs)
+
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         self._attach(model, device)
         super()._move_model_to_device(model, device)
@@ -352,7 +360,7 @@ class LowMemMixin(_TrainerBase):
         The factor is that of torch.nn.utils.clip_grads_with_norm_, in the norm's own precision.
         """
         self.accelerator.unscale_gradients()
-        params = [p for p in model.parameters() if p.grad is not None]
+        params = list(model.parameters())
         grads = [p.grad for p in params if p.grad is not None]
         norm = _total_norm(params, streamer_of(model))
         finite = bool(norm.isfinite())
@@ -366,8 +374,8 @@ class LowMemMixin(_TrainerBase):
 
 def _total_norm(params: Sequence[nn.Parameter], streamer: Streamer | None) -> Tensor:
     """torch.nn.utils.get_total_norm of the parameters' gradients, with what the streamer has measured on their way."""
-    grads = {p: p.grad for p in params if p.grad is not None}
-    norms: dict[nn.Parameter, Tensor] = {}
+    norms: dict[nn.Parameter, Tensor] = {} if streamer is None else dict(streamer.early_norms)
+    grads = {p: p.grad for p in params if p.grad is not None and p not in norms}
     if streamer is not None:
         for p in grads:
             norm = streamer.gradient_norm(p)
@@ -379,8 +387,9 @@ def _total_norm(params: Sequence[nn.Parameter], streamer: Streamer | None) -> Te
     for device in {grad.device for p, grad in grads.items() if p not in norms}:
         here = [p for p, grad in grads.items() if p not in norms and grad.device == device]
         norms.update(zip(here, torch._foreach_norm([grads[p] for p in here]), strict=True))
-    dtypes = list(dict.fromkeys(p.dtype for p in grads))
-    in_order = sorted(grads, key=lambda p: dtypes.index(p.dtype))  # that in which torch adds them up, dtype by dtype
+    measured = [p for p in params if p in norms]
+    dtypes = list(dict.fromkeys(p.dtype for p in measured))
+    in_order = sorted(measured, key=lambda p: dtypes.index(p.dtype))  # that in which torch adds them up, dtype by dtype
     return torch.linalg.vector_norm(torch.stack([norms[p].to(first) for p in in_order]))
 
 

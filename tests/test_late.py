@@ -18,7 +18,9 @@ from hf_lowmem.trainer import overlap
 def test_jobs_are_done_in_order_and_waited_for() -> None:
     late, done, go = LateUpdates(), [], threading.Event()
     late.wait()
-    late.start({3: lambda: (go.wait(), done.append(3)), 1: lambda: done.append(1), 2: lambda: done.append(2)})
+    late.add(3, lambda: (go.wait(), done.append(3)))
+    late.add(1, lambda: done.append(1))
+    late.add(2, lambda: done.append(2))
     assert not late.done(1)
     assert late.done(7)
     go.set()
@@ -31,7 +33,8 @@ def test_jobs_are_done_in_order_and_waited_for() -> None:
 
 def test_an_error_is_raised_once_and_stops_no_other() -> None:
     late, done = LateUpdates(), []
-    late.start({0: lambda: 1 / 0, 1: lambda: done.append(1)})
+    late.add(0, lambda: 1 / 0)
+    late.add(1, lambda: done.append(1))
     late.wait(1)
     with pytest.raises(ZeroDivisionError):
         late.wait()
@@ -109,7 +112,7 @@ def test_readers_wait(monkeypatch, reader) -> None:
         "state_dict": optimizer.state_dict,
         "load_state_dict": lambda: optimizer.load_state_dict(saved),
         "synchronize": optimizer.synchronize,
-        "step": lambda: (model.zero_grad(), optimizer.step()),
+        "step": optimizer.step,
         "wait": lambda: optimizer.wait(0),
         "pickle": lambda: pickle.dumps(optimizer),
     }[reader]()
@@ -196,3 +199,92 @@ def test_a_forward_starts_before_the_last_update_is_done(monkeypatch) -> None:
     model(x)
     assert reached == [0, 1, 2, 3]
     assert go.is_set()
+
+
+def early_model() -> tuple[Chain, LowBitAdamW, object]:
+    model = Chain()
+    streamer = attach(model, LowMemConfig(offload="cpu"))
+    optimizer = LowBitAdamW(model.parameters(), lr=1e-2)
+    overlap(streamer, optimizer)
+    streamer.early = True
+    return model, optimizer, streamer
+
+
+def test_early_updates_begin_in_backward_and_keep_no_gradients(monkeypatch) -> None:
+    model, optimizer, streamer = early_model()
+    reference = Chain()
+    plain = LowBitAdamW(reference.parameters(), lr=1e-2)
+    step, order = native.adam_step, []
+
+    def noted(tensors, threads=None):
+        order.append("update")
+        return step(tensors, threads)
+
+    for i, block in enumerate(model.blocks):
+        block.register_full_backward_hook(lambda *args, i=i: (order.append(i), time.sleep(0.02))[1])
+    for seed in range(3):
+        x = torch.randn(5, 96, generator=torch.Generator().manual_seed(seed))
+        order.clear()
+        monkeypatch.setattr(native, "adam_step", noted)
+        model(x.requires_grad_()).square().mean().backward()
+        assert all(p.grad is None for p in model.parameters())
+        assert order.index("update") < order.index(
+            0
+        )  # the last block is updated before the first one's gradient is there
+        assert set(streamer.early_norms) == set(model.parameters())
+        optimizer.step()
+        monkeypatch.setattr(native, "adam_step", step)
+        plain.zero_grad()
+        reference(x.detach()).square().mean().backward()
+        for p, twin in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(streamer.early_norms[p], torch._foreach_norm([twin.grad])[0])
+        plain.step()
+    optimizer.synchronize()
+    for p, twin in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(p, twin)
+    assert streamer.shelf._gradients == [None] * 4
+    assert {state["step"] for state in optimizer.state.values()} == {3}
+
+
+class Repeated(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in (0, 1, 0, 2, 1):
+            x = self.blocks[i](x)
+        return x
+
+
+def test_blocks_used_several_times_are_updated_once() -> None:
+    reference, model = Repeated(), Repeated()
+    streamer = attach(model, LowMemConfig(offload="cpu"))
+    optimizers = [LowBitAdamW(m.parameters(), lr=1e-2) for m in (reference, model)]
+    overlap(streamer, optimizers[1])
+    streamer.early = True
+    for seed in range(3):
+        x = torch.randn(5, 96, generator=torch.Generator().manual_seed(seed))
+        for m, optimizer in zip((reference, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            m(x).square().mean().backward()
+            optimizer.step()
+    optimizers[1].synchronize()
+    for p, twin in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(p, twin)
+
+
+def test_what_fails_early_is_heard_of_and_blocks_nobody(monkeypatch) -> None:
+    model, optimizer, streamer = early_model()
+    step = native.adam_step
+
+    def broken(tensors, threads=None):
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(native, "adam_step", broken)
+    x = torch.randn(5, 96)
+    model(x).square().mean().backward()
+    monkeypatch.setattr(native, "adam_step", step)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        optimizer.synchronize()
+    streamer.go_home()
+    for _ in range(3):  # the places that gradients pass through are free again
+        model(x).square().mean().backward()
+        optimizer.step()
+    optimizer.synchronize()

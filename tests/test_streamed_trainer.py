@@ -44,10 +44,11 @@ def assert_same(tiny, one, other) -> None:
         {"gradient_accumulation_steps": 3},
         {"gradient_checkpointing": True, "max_grad_norm": 0.01},
         {"max_grad_norm": 0.0},
+        {"max_grad_norm": 0.0, "gradient_accumulation_steps": 3},
         {"bf16": True},
         {"dtype": "bfloat16", "gradient_accumulation_steps": 2},
     ],
-    ids=["plain", "accumulated", "checkpointed", "unclipped", "autocast", "bf16"],
+    ids=["plain", "accumulated", "checkpointed", "unclipped", "unclipped accumulated", "autocast", "bf16"],
 )
 @pytest.mark.parametrize("optim", ["cpu_adam4bit", "cpu_adam32bit"])
 @pytest.mark.parametrize("offload", ["cpu", "0.5"])
