@@ -52,7 +52,8 @@ def create_optimizer(
 
     Raises:
         TypeError: another override, or neither of the two kinds of settings.
-        ValueError: a setting is refused, nothing is trainable, or an embedding has sparse gradients.
+        ValueError: a setting is refused, nothing is trainable, an embedding has sparse gradients, or ``offload`` is set
+            and the model is not attached.
     """
     unknown = overrides.keys() - {"lr", "betas", "eps", "weight_decay"}
     if unknown:
@@ -71,6 +72,7 @@ def create_optimizer(
             f"create_optimizer takes TrainingArguments or a LowMemConfig, not {type(args_or_config).__name__}"
         )
     check_model(model)
+    _check_offload(config, model)
     adam.update(overrides)
     decay = adam.pop("weight_decay")
     args = args_or_config if isinstance(args_or_config, TrainingArguments) else None
@@ -83,7 +85,18 @@ def stock_optimizer(args: TrainingArguments, model: nn.Module | None) -> tuple[t
     Without a model no parameter gets a width of its own: only tensors under 4,096 values keep 32 bits.
     """
     config = LowMemConfig.from_optim_args(args.optim, args.optim_args)
+    _check_offload(config, model)
     return LowBitAdamW, {**_adam_settings(args), **_state_settings(config, model, args)}
+
+
+def _check_offload(config: LowMemConfig, model: nn.Module | None) -> None:
+    """Raises: ValueError where blocks are to be streamed and nobody has seen to it."""
+    if config.offload_share and (model is None or streamer_of(model) is None):
+        raise ValueError(
+            f'offload="{config.offload}" streams a model\'s blocks, which the stock Trainer and the optimizer alone do '
+            "not do: use LowMemTrainer (or class MyTrainer(LowMemMixin, ...)), or call attach(model, config) before the "
+            "model is moved to the GPU"
+        )
 
 
 def _adam_settings(args: TrainingArguments) -> dict[str, Any]:

@@ -124,3 +124,21 @@ def test_stock_trainer_trains_an_attached_model(tiny, tmp_path) -> None:
         attach(model, LowMemConfig(offload=offload))
         runs.append(tiny.fit(Trainer, tmp_path, model=model, optim="adamw_torch", gradient_accumulation_steps=2))
     assert_same(tiny, *runs)
+
+
+def test_the_stock_trainer_does_not_ignore_offload(tiny, tmp_path) -> None:
+    from transformers import Trainer
+
+    from hf_lowmem import LowMemConfig, attach, create_optimizer
+
+    settings = {"optim": "cpu_adam4bit", "optim_args": "offload=cpu"}
+    with pytest.raises(ValueError, match=r'offload="cpu" streams a model.s blocks.*use LowMemTrainer'):
+        tiny.fit(Trainer, tmp_path, **settings)
+    with pytest.raises(ValueError, match=r"call attach\(model, config\) before"):
+        create_optimizer(tiny.model(), LowMemConfig(offload=0.5))
+    model = tiny.model()
+    attach(model, LowMemConfig(offload="cpu"))
+    assert tiny.equal_bits(
+        tiny.weights(tiny.fit(Trainer, tmp_path, model=model, **settings).model),
+        tiny.weights(tiny.fit(Trainer, tmp_path, optim="cpu_adam4bit").model),
+    )
