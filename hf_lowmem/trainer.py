@@ -25,6 +25,7 @@ from transformers.training_args import TrainingArguments
 
 from .attachment import attach, streamer_of
 from .config import DEFAULT_OPTIM, OPTIM_BITS, LowMemConfig, merge
+from .loss import use_chunked_loss
 from .optim import LowBitAdamW, param_bits
 from .stream import Streamer
 
@@ -94,8 +95,8 @@ def _check_offload(config: LowMemConfig, model: nn.Module | None) -> None:
     if config.offload_share and (model is None or streamer_of(model) is None):
         raise ValueError(
             f'offload="{config.offload}" streams a model\'s blocks, which the stock Trainer and the optimizer alone do '
-            "not do: use LowMemTrainer (or class MyTrainer(LowMemMixin, ...)), or call attach(model, config) before the "
-            "model is moved to the GPU"
+            "not do: use LowMemTrainer (or class MyTrainer(LowMemMixin, ...)), or call attach(model, config) before "
+            "the model is moved to the GPU"
         )
 
 
@@ -339,6 +340,7 @@ class LowMemMixin(_TrainerBase):
     def _attach(self, model: nn.Module, device: torch.device) -> None:
         if self.lowmem.offload_share and streamer_of(model) is None:
             attach(model, self.lowmem, device)
+            use_chunked_loss(model)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         args = super()._build_accelerator_args(**kwargs)
