@@ -43,15 +43,21 @@ def attach(model: nn.Module, config: LowMemConfig, device: torch.device | str | 
         ValueError: the model has no blocks that could be streamed, or it is attached already.
     """
     share = config.offload_share
-    device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     if share == 0:
         return None
     if model in _attached:
         raise ValueError(f"{type(model).__name__} is attached already: call detach(model) before it is attached anew")
-    blocks = _streamed_blocks(model, share)
-    shelf = RamShelf([b.layer for b in blocks], [b.gradient_layer for b in blocks], pin=device.type == "cuda")
+    return hang(model, streamed_blocks(model, share), device_or_default(device), config.debug)
+
+
+def hang(
+    model: nn.Module, blocks: list[Block], device: torch.device, debug: bool, shelf: RamShelf | None = None
+) -> Streamer:
+    """Attaches these blocks of a model: on the shelf given, where their weights may be already, or else on a new one."""
+    if shelf is None:
+        shelf = RamShelf([b.layer for b in blocks], [b.gradient_layer for b in blocks], pin=device.type == "cuda")
     link = CudaLink(_with_index(device)) if device.type == "cuda" else HostLink()
-    streamer = Streamer(model, blocks, shelf, link, debug=config.debug)
+    streamer = Streamer(model, blocks, shelf, link, debug=debug)
     for block in blocks:
         _keep_home(block)
     model.to(device)
@@ -106,7 +112,7 @@ def _alike(modules: nn.ModuleList) -> bool:
     return len(modules) > 1 and len({type(m) for m in modules}) == 1 and any(True for _ in modules[0].parameters())
 
 
-def _streamed_blocks(model: nn.Module, share: Fraction) -> list[Block]:
+def streamed_blocks(model: nn.Module, share: Fraction) -> list[Block]:
     """The blocks of this share of all blocks, evenly spread, with those of their parameters that are theirs alone."""
     found = find_blocks(model)
     count = len(found)
@@ -180,6 +186,11 @@ def _apply_to_the_rest(
         return type(module)._apply(module, fn, recurse)
     finally:
         module._parameters.update(streamed)
+
+
+def device_or_default(device: torch.device | str | None) -> torch.device:
+    """None is the current CUDA device, or host memory where there is none."""
+    return torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _with_index(device: torch.device) -> torch.device:

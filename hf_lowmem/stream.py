@@ -101,7 +101,8 @@ class _Place:
     def __init__(self, block: Block, shelf: Shelf, device: torch.device, debug: bool) -> None:
         self.home = block.layer.views(shelf.weights(block.number))
         for (_, p), view in zip(block.params, self.home, strict=True):
-            view.copy_(p.data)
+            if p.data_ptr() != view.data_ptr():  # not loaded into its place
+                view.copy_(p.data)
             p.data = view
         self.weights = _Copy(block.layer, device, debug)
         self.gradients = None if block.gradient_layer is None else _Copy(block.gradient_layer, device, debug)
