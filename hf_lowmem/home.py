@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from . import codec
+from .memory import PinnedArena
 from .staging import bits_of, sum_of_bits
 from .state import State
 
@@ -81,15 +82,65 @@ def take_weight(p: Tensor, state: State, home: Home, old: Home | None, wanted: i
     home.seen = mark(p)
 
 
-def rewritten_on_gpu(params: list[Tensor], homes: Mapping[Tensor, Home]) -> set[Tensor]:
-    """Parameters on a GPU that are not what we wrote last, whoever has written them and however."""
-    changed: set[Tensor] = set()
-    known = [p for p in params if p in homes and homes[p].total is not None and p.device.type != "cpu"]
-    for device in {p.device for p in known}:
-        here = [p for p in known if p.device == device]
-        totals = [t for p in here if (t := homes[p].total) is not None and t.device == device]
-        if len(totals) < len(here):  # some have moved here: `seen` says so
-            continue
-        same = torch.stack(totals) == torch.stack([sum_of_bits(p) for p in here])
-        changed |= {p for p, equal in zip(here, same.tolist(), strict=True) if not equal}
-    return changed
+class Homes:
+    """The homes of an optimizer's parameters, by parameter."""
+
+    def __init__(self) -> None:
+        self._of: dict[Tensor, Home] = {}
+        self._arenas: list[PinnedArena] = []
+
+    def __contains__(self, p: Tensor) -> bool:
+        return p in self._of
+
+    def __getitem__(self, p: Tensor) -> Home:
+        return self._of[p]
+
+    def prepare(self, work: Sequence[tuple[Tensor, State, int | None]]) -> None:
+        """Makes homes that do not exist yet, and takes weights anew that somebody else has written.
+
+        Args:
+            work: (parameter, its state, bits of the master that it is to have; None for a weight that is its own).
+        """
+        fresh, rewritten = [], self._rewritten_on_gpu([p for p, _, _ in work])
+        for p, state, wanted in work:
+            home = self._of.get(p)
+            if home is None or home.seen[2:] != mark(p)[2:]:  # another shape, layout, dtype or device
+                fresh.append((p, state, wanted))
+            elif home.seen != mark(p) or p in rewritten or wanted != _master_bits(p, state):
+                take_weight(p, state, home, home, wanted)
+            elif p.device.type == "cpu" and (home.copy is not None or not p.is_contiguous()):
+                # the parameter is not what the kernel reads: it may differ unnoticed
+                take_weight(p, state, home, home, wanted)
+        for (p, state, wanted), resident in zip(fresh, self._residents([p for p, _, _ in fresh]), strict=True):
+            self._of[p] = Home(resident, resident, mark(p))
+            take_weight(p, state, self._of[p], None, wanted)
+
+    def _residents(self, params: list[Tensor]) -> list[Tensor]:
+        """Where each parameter's flat weight is to lie in RAM: pinned memory for those on a GPU."""
+        found: dict[Tensor, Tensor] = {}
+        for device in {p.device for p in params if p.device.type != "cpu"}:
+            here = [p for p in params if p.device == device]
+            with torch.cuda.device(device):
+                arena = PinnedArena([p.numel() * p.element_size() for p in here])
+            self._arenas.append(arena)
+            found |= {p: part.view(p.dtype) for part, p in zip(arena.parts, here, strict=True)}
+        return [found.get(p, torch.empty(0, dtype=p.dtype)) for p in params]
+
+    def _rewritten_on_gpu(self, params: list[Tensor]) -> set[Tensor]:
+        """Parameters on a GPU that are not what we wrote last, whoever has written them and however."""
+        changed: set[Tensor] = set()
+        known = [p for p in params if p in self and self[p].total is not None and p.device.type != "cpu"]
+        for device in {p.device for p in known}:
+            here = [p for p in known if p.device == device]
+            totals = [t for p in here if (t := self[p].total) is not None and t.device == device]
+            if len(totals) < len(here):  # some have moved here: `seen` says so
+                continue
+            same = torch.stack(totals) == torch.stack([sum_of_bits(p) for p in here])
+            changed |= {p for p, equal in zip(here, same.tolist(), strict=True) if not equal}
+        return changed
+
+
+def _master_bits(p: Tensor, state: State) -> int | None:
+    if p.dtype is torch.float32:
+        return None
+    return 32 if "master" in state else 24 if "extension" in state else 16

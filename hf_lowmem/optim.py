@@ -10,13 +10,13 @@ from torch import Tensor
 
 from . import codec, rules
 from . import state as states
-from .home import Home, mark, rewritten_on_gpu, take_weight
+from .home import Homes, mark
 from .kernels import native
 from .kernels.adam import AdamConstants, AdamTensor
 from .late import LateUpdates
-from .memory import PinnedArena
+from .resident import ResidentUpdates, state_in_ram
 from .rules import SMALLEST_LOW_BIT, check_gradient, check_group, check_param_bits, check_whole, param_bits
-from .staging import Staging, sum_of_bits
+from .staging import Staging, all_finite, sum_of_bits
 
 __all__ = ["LowBitAdamW", "param_bits"]
 FORMAT = 1  # of the state dict
@@ -53,7 +53,6 @@ class LowBitAdamW(torch.optim.Optimizer):
     Attributes:
         skipped_steps: steps skipped for gradients that were not finite.
         skipped_in_a_row: those since the last whole step.
-        skipped_blocks: blocks left as they were in steps that were done all the same.
 
     Raises:
         ValueError: an argument out of range.
@@ -95,9 +94,10 @@ class LowBitAdamW(torch.optim.Optimizer):
         self.max_skipped_steps = max_skipped_steps
         self.skipped_steps = 0
         self.skipped_in_a_row = 0
-        self.skipped_blocks = 0
+        self._skipped_in_ram = 0
         self._param_bits = dict(param_bits or {})
         self._late_groups: dict[Tensor, int] = {}
+        self._on_device: set[Tensor] = set()
         self._reset_runtime()
         defaults = {
             "lr": lr,
@@ -111,16 +111,17 @@ class LowBitAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def _reset_runtime(self) -> None:
-        self._homes: dict[Tensor, Home] = {}
-        self._arenas: list[PinnedArena] = []
+        self._homes = Homes()
         self._stagings: dict[torch.device, tuple[frozenset[Any], Staging]] = {}
         self._late = LateUpdates()
+        self._resident = ResidentUpdates()
         self._grad_scale = 1.0
         self._grads_finite: bool | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         self._late.wait()
-        left_out = {"_homes", "_arenas", "_stagings", "_late", "_late_groups", "_grad_scale", "_grads_finite"}
+        left_out = {"_homes", "_stagings", "_late", "_late_groups", "_resident", "_on_device"}
+        left_out |= {"_grad_scale", "_grads_finite"}
         # A scheduler puts its wrapper of `step` into the instance: it is bound to this one, so it stays here too.
         return {
             key: value
@@ -130,7 +131,7 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._late_groups = {}
+        self._late_groups, self._on_device = {}, set()
         self._reset_runtime()
 
     @torch._disable_dynamo
@@ -167,6 +168,16 @@ class LowBitAdamW(torch.optim.Optimizer):
         self._late.wait()
         self._late_groups = {p: number for number, group in enumerate(groups) for p in group}
 
+    def keep_on_device(self, params: Iterable[Tensor]) -> None:
+        """Keeps the states of these parameters on their device, and updates them there. Needs Triton.
+
+        The bits are the same. What has a 32-bit master beside a 16-bit weight, or is not contiguous, stays as it was.
+
+        Args:
+            params: they replace earlier ones.
+        """
+        self._on_device = set(params)
+
     def wait(self, number: int) -> None:
         """Returns when the deferred updates of a group, by its number, are done."""
         self._late.wait(number)
@@ -194,19 +205,23 @@ class LowBitAdamW(torch.optim.Optimizer):
         self._grad_scale, self._grads_finite = 1.0, None
         work = self._with_gradient()
         if finite is None and self.check_finite:
-            finite = _all_finite([p.grad for p, _, _ in work if p.grad is not None], self.threads)
+            finite = all_finite([p.grad for p, _, _ in work if p.grad is not None], self.threads)
         if finite is False:
             self._skip()
             return loss
         self.skipped_in_a_row = 0
         for number in {self._late_groups[p] for p, _, _ in work if p in self._late_groups}:
             self._late.wait(number)
+        resident = [item for item in work if self._stays(item[0], item[1])]
+        if resident:
+            work = [item for item in work if not self._stays(item[0], item[1])]
+            self._step_resident(resident, scale)
         self._prepare(work)
         on_host = [item for item in work if item[0].device.type == "cpu"]
         skipped = self._step_host([item for item in on_host if not self._is_late(item[0])], scale)
         for device in {p.device for p, _, _ in work if p.device.type != "cpu"}:
             skipped += self._step_device(device, [item for item in work if item[0].device == device], scale)
-        self.skipped_blocks += skipped
+        self._skipped_in_ram += skipped
         for p, _, _ in work:
             self.state[p]["step"] += 1
         late: dict[int, dict[Tensor, Tensor]] = {}
@@ -245,6 +260,11 @@ class LowBitAdamW(torch.optim.Optimizer):
         for device in self._stagings:
             torch.cuda.synchronize(device)
 
+    @property
+    def skipped_blocks(self) -> int:
+        """Blocks left as they were in steps that were done all the same. Waits for parameters kept on a device."""
+        return self._skipped_in_ram + self._resident.skipped_blocks()
+
     def _with_gradient(self) -> list[tuple[Tensor, dict[str, Any], str]]:
         """(parameter, group, name) of all that have a gradient, each one checked."""
         work = []
@@ -277,6 +297,20 @@ class LowBitAdamW(torch.optim.Optimizer):
                 "max_skipped_steps."
             )
 
+    def _stays(self, p: Tensor, group: Mapping[str, Any]) -> bool:
+        return p in self._on_device and p.is_contiguous() and self._wants(p, group) != 32
+
+    def _step_resident(self, work: list[tuple[Tensor, dict[str, Any], str]], scale: float) -> None:
+        self._make_states(work)
+        tensors = []
+        for p, group, _ in work:
+            assert p.grad is not None
+            self._resident.prepare(p, self.state[p], self._wants(p, group))
+            self.state[p]["step"] += 1
+            weight, grad = p.detach().view(-1), p.grad.detach().contiguous().view(-1)
+            tensors.append((p, self._kernel_s_view(p, group, weight, None, grad, scale, self.state[p]["step"])))
+        self._resident.step(tensors)
+
     def _is_late(self, p: Tensor) -> bool:
         return p in self._late_groups and self._homes[p].resident.data_ptr() == p.data_ptr()
 
@@ -299,7 +333,7 @@ class LowBitAdamW(torch.optim.Optimizer):
             try:
                 arrived()
                 tensors = [self._tensor(p, group, 0, p.numel(), grad, scale, step) for p, group, grad, step in work]
-                self.skipped_blocks += native.adam_step(tensors, self.threads)
+                self._skipped_in_ram += native.adam_step(tensors, self.threads)
             finally:
                 used()
 
@@ -342,11 +376,24 @@ class LowBitAdamW(torch.optim.Optimizer):
         self, p: Tensor, group: dict[str, Any], start: int, stop: int, grad: Tensor, scale: float, step: int
     ) -> AdamTensor:
         """The kernel's view of values ``[start, stop)`` of a parameter, for its `step`-th step."""
-        state, home = self.state[p], self._homes[p]
-        bits = state["bits"]
+        home = self._homes[p]
+        whole = self._kernel_s_view(p, group, home.weight, home.copy, grad, scale, step)
+        return whole if stop - start == p.numel() else whole.part(start, stop)
+
+    def _kernel_s_view(
+        self,
+        p: Tensor,
+        group: dict[str, Any],
+        weight: Tensor,
+        copy: Tensor | None,
+        grad: Tensor,
+        scale: float,
+        step: int,
+    ) -> AdamTensor:
+        state, bits = self.state[p], self.state[p]["bits"]
         beta1, beta2 = group["betas"]
-        whole = AdamTensor(
-            weight=home.weight,
+        return AdamTensor(
+            weight=weight,
             grad=grad,
             m=state["m"],
             v=state["v"],
@@ -365,29 +412,21 @@ class LowBitAdamW(torch.optim.Optimizer):
             ),
             key=codec.tensor_key(self.seed, step, state["index"]),
             extension=state.get("extension"),
-            copy=home.copy,
+            copy=copy,
         )
-        return whole if stop - start == p.numel() else whole.part(start, stop)
 
     # -- what a parameter needs before its step ---------------------------------------------------------------------
     def _prepare(self, work: list[tuple[Tensor, dict[str, Any], str]]) -> None:
         """Makes states and homes that do not exist yet, and takes weights anew that somebody else has written."""
-        numbers = {p: i for i, (p, _, _) in enumerate(self._named())}
-        fresh, rewritten = [], rewritten_on_gpu([p for p, _, _ in work], self._homes)
+        self._make_states(work)
+        self._homes.prepare([(p, self.state[p], self._wants(p, group)) for p, group, _ in work])
+
+    def _make_states(self, work: list[tuple[Tensor, dict[str, Any], str]]) -> None:
+        numbers: dict[Tensor, int] = {}
         for p, group, _ in work:
             if not self.state[p]:
+                numbers = numbers or {q: i for i, (q, _, _) in enumerate(self._named())}
                 self.state[p] = states.new_state(p.numel(), self._bits(p, group), numbers[p])
-            home = self._homes.get(p)
-            if home is None or home.seen[2:] != mark(p)[2:]:  # another shape, layout, dtype or device
-                fresh.append((p, group))
-            elif home.seen != mark(p) or p in rewritten or self._wants(p, group) != self._has(p):
-                take_weight(p, self.state[p], home, home, self._wants(p, group))
-            elif p.device.type == "cpu" and (home.copy is not None or not p.is_contiguous()):
-                # the parameter is not what the kernel reads: it may differ unnoticed
-                take_weight(p, self.state[p], home, home, self._wants(p, group))
-        for (p, group), resident in zip(fresh, self._residents([p for p, _ in fresh]), strict=True):
-            self._homes[p] = Home(resident, resident, mark(p))
-            take_weight(p, self.state[p], self._homes[p], None, self._wants(p, group))
 
     def _bits(self, p: Tensor, group: Mapping[str, Any]) -> int:
         return 32 if p.numel() < SMALLEST_LOW_BIT else self._param_bits.get(p, group["state_bits"])
@@ -395,23 +434,6 @@ class LowBitAdamW(torch.optim.Optimizer):
     def _wants(self, p: Tensor, group: Mapping[str, Any]) -> int | None:
         """Bits of the master that a parameter is to have; None for an fp32 weight, which is its own."""
         return None if p.dtype is torch.float32 else group["master_bits"]
-
-    def _has(self, p: Tensor) -> int | None:
-        state = self.state[p]
-        if p.dtype is torch.float32:
-            return None
-        return 32 if "master" in state else 24 if "extension" in state else 16
-
-    def _residents(self, params: list[Tensor]) -> list[Tensor]:
-        """Where each parameter's flat weight is to lie in RAM: pinned memory for those on a GPU."""
-        found: dict[Tensor, Tensor] = {}
-        for device in {p.device for p in params if p.device.type != "cpu"}:
-            here = [p for p in params if p.device == device]
-            with torch.cuda.device(device):
-                arena = PinnedArena([p.numel() * p.element_size() for p in here])
-            self._arenas.append(arena)
-            found |= {p: part.view(p.dtype) for part, p in zip(arena.parts, here, strict=True)}
-        return [found.get(p, torch.empty(0, dtype=p.dtype)) for p in params]
 
     def _staging(self, device: torch.device) -> Staging:
         params = [p for p, _, _ in self._named() if p in self._homes and p.device == device]
@@ -459,7 +481,8 @@ class LowBitAdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """See torch.optim.Optimizer.state_dict."""
         self._late.wait()
-        return super().state_dict()
+        saved = super().state_dict()
+        return {**saved, "state": {key: state_in_ram(state) for key, state in saved["state"].items()}}
 
     def nbytes(self) -> dict[str, int]:
         """What the optimizer holds so far: number of ``parameters``, bytes of their ``states`` and ``master``."""
@@ -471,20 +494,3 @@ class LowBitAdamW(torch.optim.Optimizer):
                 total["states"] += moments
                 total["master"] += master
         return total
-
-
-def _all_finite(grads: list[Tensor], threads: int | None) -> bool:
-    """Whether all values are finite, with one read of each gradient and one wait for each GPU.
-
-    On a GPU a sum is taken, which is finite only if all its terms are; where huge terms made it overflow, a second look
-    decides.
-    """
-    if not native.all_finite([g.detach().contiguous() for g in grads if g.device.type == "cpu"], threads):
-        return False
-    on_device = [g.detach() for g in grads if g.device.type != "cpu"]
-    sums: dict[torch.device, list[Tensor]] = {}
-    for grad in on_device:
-        sums.setdefault(grad.device, []).append(grad.sum().float())
-    if all(bool(torch.stack(found).isfinite().all()) for found in sums.values()):
-        return True
-    return all(bool(grad.isfinite().all()) for grad in on_device)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from .kernels import native
 from .kernels.adam import AdamTensor
 from .memory import PinnedArena
 
@@ -270,6 +271,23 @@ def sum_of_bits(x: Tensor) -> Tensor:
         # 8 bytes at a time: on a GPU the sum of a narrower type would first write all of it as int64.
         return bits[:whole].view(torch.int64).sum() + bits[whole:].sum(dtype=torch.int64)
     return torch.stack([piece.sum(dtype=torch.int64) for piece in bits.reshape(-1).split(2**20)]).sum()
+
+
+def all_finite(grads: list[Tensor], threads: int | None) -> bool:
+    """Whether all values are finite, with one read of each gradient and one wait for each GPU.
+
+    On a GPU a sum is taken, which is finite only if all its terms are; where huge terms made it overflow, a second look
+    decides.
+    """
+    if not native.all_finite([g.detach().contiguous() for g in grads if g.device.type == "cpu"], threads):
+        return False
+    on_device = [g.detach() for g in grads if g.device.type != "cpu"]
+    sums: dict[torch.device, list[Tensor]] = {}
+    for grad in on_device:
+        sums.setdefault(grad.device, []).append(grad.sum().float())
+    if all(bool(torch.stack(found).isfinite().all()) for found in sums.values()):
+        return True
+    return all(bool(grad.isfinite().all()) for grad in on_device)
 
 
 def _remove(hooks: Sequence[RemovableHandle]) -> None:

@@ -13,7 +13,7 @@ import torch
 from at_once import AtOnce
 from torch import Tensor, nn
 
-from hf_lowmem import memory, optim, staging
+from hf_lowmem import home, memory, optim, staging
 from hf_lowmem.optim import LowBitAdamW
 
 GPU = torch.device("cuda:0")
@@ -33,7 +33,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_register", lambda base, start, nbytes: False)
     monkeypatch.setattr(staging, "PIECE", 2048)
     real_sum = staging.sum_of_bits
-    monkeypatch.setattr(optim, "sum_of_bits", lambda x: on_gpu(real_sum(x)))
+    for module in (optim, home):
+        monkeypatch.setattr(module, "sum_of_bits", lambda x: on_gpu(real_sum(x)))
 
 
 def on_gpu(x: Tensor) -> Tensor:
