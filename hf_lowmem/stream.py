@@ -14,8 +14,8 @@ ordinary tensors in host memory. It is fetched ahead of its use, in the order in
 [Note: what the hooks hang on] Module hooks see a block's forward, whether a checkpoint lies inside of them (as in
 transformers 5.24, which checkpoints a layer's ``forward``) or outside (as in 5.17, which checkpoints its ``__call__``:
 then they fire again in the recomputation). Full backward hooks would miss blocks none of whose inputs needs a gradient,
-so backward is seen by a hook on the outputs, an identity on the inputs, and a callback at the end for the blocks that
-have no such input.
+so backward is seen by hooks on what made the outputs and the latest input, and by a callback at the end for the blocks
+that have no such input.
 Forward hooks alone, or slots that another block takes over before autograd is done with what it saved, give wrong
 gradients without a word. Slots of their own, whose memory comes and goes under the same storage, do not: what autograd
 has saved of a weight is the weight again once it has been fetched again.
@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 
 from .layer import Layer
@@ -111,17 +111,17 @@ class _Place:
 
 
 class _AfterBackward(torch.autograd.Function):
-    """The identity on a block's inputs. Its backward runs when the block's own is over."""
+    """The identity on a block's input. Its backward runs when the block's own is over."""
 
     @staticmethod
-    def forward(ctx: Any, done: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, done: Callable[[], None], tensor: Tensor) -> Tensor:
         ctx.done = done
-        return tuple(t.view_as(t) for t in tensors)
+        return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         ctx.done()
-        return (None, *gradients)
+        return None, gradient
 
 
 class Streamer:
@@ -163,6 +163,8 @@ class Streamer:
         self._round = 0
         self._used: set[Block] = set()  # in this round
         self._there: dict[Block, None] = {}  # whose weights are on the device, the longest there first
+        self._given: set[Any] = set()  # what made the inputs of the block whose forward is under way
+        self._sent: set[Block] = set()  # whose gradients may not have come home yet
         self._ending = False  # the callback at the end of backward is on its way
         self._norms: dict[nn.Parameter, tuple[Tensor, Tensor, int]] = {}
         self._handles = list(self._hooks(model))
@@ -246,23 +248,34 @@ class Streamer:
         return self._watch_inputs(block, args, kwargs) if torch.is_grad_enabled() else None
 
     def _watch_inputs(self, block: Block, args: Any, kwargs: Any) -> Any:
-        flat, spec = tree_flatten((args, kwargs))
-        where = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and x.requires_grad]
-        if not where:
+        """Has backward tell when it is over for this block: when it comes to what made the latest of its inputs.
+
+        Autograd does what was recorded last first, so the block's own part is done by then. The graph and the inputs
+        stay as they are: one more node on an input that others use too would sum its gradient in another order, and a
+        block may write into a dict, a list or a tensor that it is given.
+        """
+        inputs = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor) and x.requires_grad]
+        if not inputs:
             return None
+        self._given = {x.grad_fn for x in inputs}
         me = weakref.proxy(self)
-        watched = _AfterBackward.apply(lambda: me._after_backward(block), *(flat[i] for i in where))
-        for i, x in zip(where, watched, strict=True):
-            flat[i] = x
-        return tree_unflatten(flat, spec)
+        latest = max(inputs, key=lambda x: -1 if x.grad_fn is None else x.grad_fn._sequence_nr())
+        if latest.grad_fn is not None:
+            latest.register_hook(lambda gradient: me._after_backward(block))
+            return None
+        watched = _AfterBackward.apply(lambda: me._after_backward(block), latest)  # a leaf's turn is at once
+        args = tuple(watched if x is latest else x for x in args)
+        return args, {name: watched if x is latest else x for name, x in kwargs.items()}
 
     def _after_forward(self, block: Block, out: Any) -> None:
+        given, self._given = self._given, set()
         if block.backward:
             return
-        outputs = [x for x in tree_flatten(out)[0] if isinstance(x, Tensor) and x.requires_grad]
+        outputs = {x.grad_fn for x in tree_flatten(out)[0] if isinstance(x, Tensor) and x.requires_grad}
+        outputs -= {*given, None}  # what only passes through is not of this block
         me = weakref.proxy(self)
-        for x in outputs:
-            x.register_hook(lambda gradient: me._before_backward(block))
+        for node in outputs:  # after the hook of the block that takes the output, which is one on the tensor
+            node.register_prehook(lambda gradients: me._before_backward(block))  # type: ignore[union-attr]
         block.to_come += bool(outputs)
         if outputs and self._is_among_last(block):
             self._unbind(block)  # its copy stays: backward begins with it
@@ -297,6 +310,7 @@ class Streamer:
             self._release(block)
             block.to_come = 0
         self.link.finish()
+        self._sent.clear()
 
     def _is_among_last(self, block: Block) -> bool:
         follower: Block | None = block
@@ -324,6 +338,9 @@ class Streamer:
                 for home, view in zip(homes, block.gradient_layer.views(slab), strict=True):
                     if home is not None and home.data_ptr() != view.data_ptr():
                         view.copy_(home)
+                if block in self._sent:  # used twice in one backward: its gradients may still be on their way home
+                    self.link.finish()
+                    self._sent.clear()
                 gradients.ticket = self.link.fetch(gradients.slot, slab)
                 gradients.there = True
 
@@ -394,6 +411,7 @@ class Streamer:
         norms = torch._foreach_norm(sources)
         slot = place.gradients.slot if place.gradients.there else None
         sent = self.link.send(list(zip(homes.values(), sources, strict=True)), slot)
+        self._sent.add(block)
         place.gradients.there = False
         for p in params:
             p.grad = None  # a parameter and its gradient are on one device

@@ -63,9 +63,15 @@ class LateLink(HostLink):
         slot.empty()
 
     def send(self, pairs, slot=None):
-        self._sent += [self._late(home, source.clone()) for home, source in pairs]
+        sent = [self._late(home, source.clone()) for home, source in pairs]
+        self._sent += sent
         if slot is not None:
             self.release(slot)
+        return sent
+
+    def arrived(self, sent):
+        for copy in sent:
+            copy.result()
 
     def finish(self):
         for sent in self._sent:
