@@ -337,6 +337,20 @@ class LowMemMixin(_TrainerBase):
         self._attach(model, device)
         super()._move_model_to_device(model, device)
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """See ``Trainer``. A model that is only evaluated, TRL's reference say, is streamed like the trained one."""
+        super().create_accelerator_and_postprocess()
+        if not self.lowmem.offload_share:
+            return
+        prepare = self.accelerator.prepare_model
+
+        def prepare_model(model: Any, *args: Any, evaluation_mode: bool = False, **kwargs: Any) -> Any:
+            if evaluation_mode:
+                self._attach(model, self.args.device)
+            return prepare(model, *args, evaluation_mode=evaluation_mode, **kwargs)
+
+        self.accelerator.prepare_model = prepare_model
+
     def _attach(self, model: nn.Module, device: torch.device) -> None:
         if self.lowmem.offload_share and streamer_of(model) is None:
             attach(model, self.lowmem, device)

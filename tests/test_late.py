@@ -7,9 +7,10 @@ import time
 
 import pytest
 import torch
+from test_attachment import LateLink
 from torch import nn
 
-from hf_lowmem import LowBitAdamW, LowMemConfig, attach
+from hf_lowmem import LowBitAdamW, LowMemConfig, attach, attachment
 from hf_lowmem.kernels import native
 from hf_lowmem.late import LateUpdates
 from hf_lowmem.trainer import overlap
@@ -288,3 +289,20 @@ def test_what_fails_early_is_heard_of_and_blocks_nobody(monkeypatch) -> None:
         model(x).square().mean().backward()
         optimizer.step()
     optimizer.synchronize()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_early_updates_wait_for_gradients_that_come_late(monkeypatch, seed) -> None:
+    monkeypatch.setattr(attachment, "HostLink", lambda: LateLink(seed))
+    model, optimizer, _ = early_model()
+    reference = Chain()
+    plain = LowBitAdamW(reference.parameters(), lr=1e-2)
+    for step in range(5):
+        x = torch.randn(5, 96, generator=torch.Generator().manual_seed(step))
+        for m, o in ((model, optimizer), (reference, plain)):
+            o.zero_grad()
+            m(x).square().mean().backward()
+            o.step()
+    optimizer.synchronize()
+    for p, twin in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(p, twin)

@@ -10,6 +10,7 @@ trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
 from hf_lowmem import LowBitAdamW, LowMemMixin  # noqa: E402
+from hf_lowmem.attachment import streamer_of  # noqa: E402
 
 # TRL and PEFT still use the old names of what transformers now calls activation checkpointing.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
@@ -149,3 +150,40 @@ def test_lora(tiny, tmp_path, text, tokenizer):
     first = [p.detach().clone() for p in trainable]
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert all((a == b).all() for a, b in zip(first, trainable, strict=True))
+
+
+def log(trainer, *names):
+    return [[entry[name] for name in names] for entry in trainer.state.log_history if names[0] in entry]
+
+
+def test_streamed_sft_is_unstreamed(tiny, tmp_path, text, tokenizer):
+    """bf16 over fp32 weights, TRL's default, with its activation checkpointing."""
+    runs = [
+        sft(
+            tiny,
+            tmp_path,
+            text,
+            tokenizer,
+            MySFT,
+            lowmem={"offload": offload},
+            bf16=True,
+            gradient_accumulation_steps=2,
+        )
+        for offload in ("none", "cpu")
+    ]
+    assert streamer_of(runs[1].model) is not None
+    assert tiny.equal_bits(*(tiny.weights(run.model) for run in runs))
+    assert log(runs[0], "loss", "grad_norm") == log(runs[1], "loss", "grad_norm")
+
+
+def test_streamed_dpo_streams_its_reference_too(tiny, tmp_path, preferences, tokenizer):
+    runs = [
+        dpo(tiny, tmp_path, preferences, tokenizer, MyDPO, optim="cpu_adam4bit", optim_args=f"offload={offload}")
+        for offload in ("none", "cpu")
+    ]
+    streamers = [streamer_of(m) for m in (runs[1].model, runs[1].ref_model)]
+    assert None not in streamers
+    assert streamers[0] is not streamers[1]
+    assert tiny.equal_bits(*(tiny.weights(run.model) for run in runs))
+    assert tiny.equal_bits(*(tiny.weights(run.ref_model) for run in runs))
+    assert log(runs[0], "loss", "rewards/margins") == log(runs[1], "loss", "rewards/margins")
