@@ -173,7 +173,8 @@ void extension_noise(typename G::Lanes lanes, uint16_t* out) {
 template <class G, int kBits>
 int64_t step_any_blocks(const hlm_adam_tensor& t, int64_t first, int64_t last) {
   constexpr int kBlock = Format<kBits>::kBlock, kBlockBytes = Format<kBits>::kBlockBytes;
-  AdamBlocks<G, Weight::kF32, Grad::kF32, kBits> blocks(t);
+  typename AdamBlocks<G, Weight::kF32, Grad::kF32, kBits>::Memory memory;
+  AdamBlocks<G, Weight::kF32, Grad::kF32, kBits> blocks(t, memory);
   float grad[kBlock] = {}, weight[kBlock] = {};
   uint16_t noise[kBlock];
   uint8_t m[kBlockBytes], v[kBlockBytes];

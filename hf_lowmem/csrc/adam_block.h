@@ -44,7 +44,22 @@ class AdamBlocks {
   static constexpr bool kPlain = !kCoded && kWeight == Weight::kF32 && kGrad == Grad::kF32;
 
  public:
-  HLM_INLINE explicit AdamBlocks(const hlm_adam_tensor& t)
+  // What a block leaves in memory between its two passes. It lies outside of AdamBlocks: a vector's store may alias
+  // anything whose address is known, and members that shared an object with the stored floats would be read and
+  // written anew around every store instead of staying in registers.
+  struct Moments {
+    alignas(64) float m[kCoded ? kBlock : 1];
+    alignas(64) float root[kCoded ? kBlock : 1];
+    Draw draws[kExtended ? kHalves : 1];
+  };
+  struct Memory {
+    Moments moments[2];
+    alignas(64) uint8_t low_m[kHalf];
+    alignas(64) uint8_t low_v[kHalf];
+    alignas(64) uint8_t dummy[kCoded ? Fmt::kBlockBytes : 1];
+  };
+
+  HLM_INLINE AdamBlocks(const hlm_adam_tensor& t, Memory& memory)
       : c_m_(G::set1(t.c_m)),
         c_h_(G::set1(t.c_h)),
         root_correction_(G::set1(t.root_correction)),
@@ -52,12 +67,15 @@ class AdamBlocks {
         step_size_(G::set1(t.step_size)),
         decay_(G::set1(t.decay)),
         b_m_(t.b_m),
-        b_v_(t.b_v) {
+        b_v_(t.b_v),
+        now_(&memory.moments[0]),
+        last_(&memory.moments[1]),
+        low_m_(memory.low_m),
+        low_v_(memory.low_v),
+        dummy_(memory.dummy) {
     if (kCoded) {  // the first update encodes a block that nobody reads, and so needs no code of its own
-      memset(m_[1], 0, sizeof m_[1]);
-      memset(root_[1], 0, sizeof root_[1]);
+      memset(static_cast<void*>(last_), 0, sizeof *last_);
       pending_ = {dummy_, dummy_, G::set1(0.0f), G::set1(0.0f), G::set1(0.0f), 0, 0, G::seed(0, 0)};
-      if constexpr (kExtended) memset(static_cast<void*>(draws_[1]), 0, sizeof draws_[1]);
     }
   }
 
@@ -111,8 +129,8 @@ class AdamBlocks {
   // kNibble: which nibble of a byte holds this half's codes.
   template <bool kUpdate, int kNibble, int... kSub>
   HLM_INLINE void one_half(int at, std::integer_sequence<int, kSub...>) {
-    if constexpr (kCoded) draw_ = kExtended ? draws_[now_ ^ 1][at / kHalf] : G::draw(pending_.lanes);
-    if constexpr (kUpdate && kExtended) draws_[now_][at / kHalf] = w_draw_ = G::draw(lanes_);
+    if constexpr (kCoded) draw_ = kExtended ? last_->draws[at / kHalf] : G::draw(pending_.lanes);
+    if constexpr (kUpdate && kExtended) now_->draws[at / kHalf] = w_draw_ = G::draw(lanes_);
     (group<kUpdate, kNibble, kSub>(at + kSub * G::kGroup), ...);
   }
 
@@ -151,11 +169,11 @@ class AdamBlocks {
     }
     if constexpr (kCoded) {
       for (int k = 0; k < 4; k++) {
-        max_m_ = G::max(max_m_, G::abs(m.v[k]));
-        max_root_ = G::max(max_root_, root.v[k]);
-        G::store(&m_[now_][at + k * (G::kGroup / 4)], m.v[k]);
-        G::store(&root_[now_][at + k * (G::kGroup / 4)], root.v[k]);
+        G::store(now_->m + at + k * (G::kGroup / 4), m.v[k]);
+        G::store(now_->root + at + k * (G::kGroup / 4), root.v[k]);
       }
+      max_m_ = G::max(max_m_, largest4(G::abs(m.v[0]), G::abs(m.v[1]), G::abs(m.v[2]), G::abs(m.v[3])));
+      max_root_ = G::max(max_root_, largest4(root.v[0], root.v[1], root.v[2], root.v[3]));
     } else {
       store_floats(data_.m, at, m);
       store_floats(data_.v, at, v);
@@ -177,8 +195,12 @@ class AdamBlocks {
                 0x3F800000u - ((2 * m_dither + 1) << 8),
                 0x40000000u - ((2 * v_dither + 1) << (8 - Fmt::kMantissa)),
                 lanes_};
-    now_ ^= 1;
+    Moments* const other = last_;
+    last_ = now_;
+    now_ = other;
   }
+
+  static HLM_INLINE F largest4(F a, F b, F c, F d) { return G::max(G::max(a, b), G::max(c, d)); }
 
   static HLM_INLINE float block_scale(float largest) { return largest >= kSmallestScale ? largest : 0.0f; }
   static HLM_INLINE float inverse(float scale, float top) { return scale > 0 ? top / scale : 0.0f; }
@@ -189,7 +211,7 @@ class AdamBlocks {
   HLM_INLINE void encode_m(int at, W2 noise) {
     F4 m, scaled;
     for (int k = 0; k < 4; k++) {
-      m.v[k] = G::load(m_[now_ ^ 1] + at + k * (G::kGroup / 4));
+      m.v[k] = G::load(last_->m + at + k * (G::kGroup / 4));
       // In 4 bits one more than the magnitude is a float whose exponent is the code.
       scaled.v[k] = kBits == 8 ? G::fma(m.v[k], pending_.m_inverse, pending_.m_dither)
                                : G::fma(G::abs(m.v[k]), pending_.m_inverse, G::set1(1.0f));
@@ -204,7 +226,7 @@ class AdamBlocks {
   HLM_INLINE void encode_root(int at, W2 noise) {
     F4 root;
     for (int k = 0; k < 4; k++)
-      root.v[k] = G::mul(G::load(root_[now_ ^ 1] + at + k * (G::kGroup / 4)), pending_.root_inverse);
+      root.v[k] = G::mul(G::load(last_->root + at + k * (G::kGroup / 4)), pending_.root_inverse);
     store_codes<kNibble, 0>(pending_.v, low_v_, at,
                             G::template encode_float<Fmt::kMantissa>(root, pending_.v_base, noise));
   }
@@ -303,13 +325,8 @@ class AdamBlocks {
   F m_unit_, v_unit_, max_m_, max_root_;
   Pending pending_;
   Draw draw_, w_draw_;
-  Draw draws_[2][kExtended ? kHalves : 1];
-  int now_ = 0;  // which of the buffers below the block that is updated fills; the other is being encoded
-  alignas(64) float m_[2][kCoded ? kBlock : 1];
-  alignas(64) float root_[2][kCoded ? kBlock : 1];
-  alignas(64) uint8_t low_m_[kHalf];
-  alignas(64) uint8_t low_v_[kHalf];
-  alignas(64) uint8_t dummy_[kCoded ? Fmt::kBlockBytes : 1];
+  Moments *now_, *last_;  // the block that is updated fills one, the one before is encoded from the other
+  uint8_t *const low_m_, *const low_v_, *const dummy_;
 };
 
 // Steps whole blocks whose values the kernel reads and writes where they lie.
@@ -318,7 +335,8 @@ int64_t step_whole_blocks(const hlm_adam_tensor& t, int64_t first, int64_t last)
   constexpr int kBlock = Format<kBits>::kBlock;
   constexpr int kWeightBytes = kWeight == Weight::kF32 ? 4 : 2, kGradBytes = kGrad == Grad::kF32 ? 4 : 2;
   const int64_t number = t.start / kBlock;  // of the tensor's first block, for the random bits
-  AdamBlocks<G, kWeight, kGrad, kBits> blocks(t);
+  typename AdamBlocks<G, kWeight, kGrad, kBits>::Memory memory;
+  AdamBlocks<G, kWeight, kGrad, kBits> blocks(t, memory);
   int64_t skipped = 0;
   for (int64_t b = first; b < last; b++) {
     const int64_t at = b * kBlock;
