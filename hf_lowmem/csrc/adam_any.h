@@ -39,9 +39,14 @@ HLM_INLINE uint16_t nearest_bf16(float x) {
   return uint16_t(x == x ? rounded >> 16 : 0x7FC0u);
 }
 
+// What is subnormal in fp16 would be rounded twice if half_magnitude, subnormal itself, were rounded; fp16's smallest
+// number is the last place of 0.5, so a sum rounds it once.
 HLM_INLINE uint16_t nearest_f16(float x) {
+  const float absolute = bits_float(float_bits(x) & 0x7FFFFFFFu);
+  const uint32_t subnormal = float_bits(absolute + 0.5f) - float_bits(0.5f);
   const uint32_t magnitude = least(half_magnitude(x), kHalfInf);
-  const uint32_t rounded = (magnitude + 0xFFFu + ((magnitude >> 13) & 1)) >> 13;
+  const uint32_t normal = (magnitude + 0xFFFu + ((magnitude >> 13) & 1)) >> 13;
+  const uint32_t rounded = absolute < 1.0f / (1 << 14) ? subnormal : normal;
   return uint16_t((x == x ? rounded : 0x7E00u) | half_sign(x));
 }
 

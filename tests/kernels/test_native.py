@@ -195,6 +195,12 @@ def test_numbers_of_every_size(isa: str, bits: int, kind: str, grad: torch.dtype
             assert (skipped > 0) == (kind == "bad")
 
 
+def test_copies_of_fp16_subnormals_are_rounded_once(isa: str) -> None:
+    t = make(1 << 16, 4, "fp32 and fp16", F32, lr=0.0, weight_decay=0.0)
+    bits = torch.randint(0x33000000, 0x38800000, (len(t.weight),), generator=torch.Generator().manual_seed(0))
+    compare([replace(t, weight=bits.to(torch.int32).view(F32))])
+
+
 @pytest.mark.parametrize("bits", [4, 8, 32])
 @pytest.mark.parametrize("constants", [
     {"beta1": 0.0}, {"beta2": 0.0}, {"beta1": 1e-12, "beta2": 1e-30}, {"eps": 0.0}, {"eps": 1e-40}, {"lr": 0.0},
