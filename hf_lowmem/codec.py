@@ -42,8 +42,10 @@ class StateCodec:
         block: values that share a scale, a multiple of 64.
         mantissa: mantissa bits of the code of ``sqrt(v)``.
 
-    A tensor of ``n`` values is ``blocks(n)`` blocks. In 4 bits a block's 64 bytes hold value ``j`` in the low nibble of
-    byte ``j`` and value ``j + 64`` in its high nibble, so the last block is padded; in 8 bits there is a byte a value.
+    A tensor of ``n`` values is ``blocks(n)`` blocks. In 4 bits a block's 64 bytes hold its first 64 values in their low
+    nibbles and the others in their high ones, so the last block is padded; of either 64 the values ``8 i`` to ``8 i +
+    7`` lie in the bytes from ``16 i`` on, those 32 further on in the next 8 bytes (unpacked within lanes of 16 bytes,
+    as vector units like to, each 32 values come out in their order). In 8 bits there is a byte a value.
     """
 
     bits: int
@@ -73,7 +75,7 @@ class StateCodec:
         """``int[blocks, block]`` in ``0 .. 2**bits - 1`` to ``uint8[nbytes(n)]``."""
         if self.bits == 8:
             return codes.to(torch.uint8).flatten()[:n].contiguous()
-        low, high = codes.view(-1, 2, HALF).unbind(1)
+        low, high = codes.view(-1, 2, 2, 4, 8).transpose(2, 3).unbind(1)
         return (low | (high << 4)).to(torch.uint8).flatten()
 
     def unpack(self, data: Tensor, n: int, padding: int = 0) -> Tensor:
@@ -81,7 +83,7 @@ class StateCodec:
         codes = data.to(torch.int32)
         if self.bits == 8:
             return F.pad(codes, (0, -n % self.block), value=padding).view(-1, self.block)
-        codes = codes.view(-1, HALF)
+        codes = codes.view(-1, 4, 2, 8).transpose(1, 2)
         return torch.stack((codes & 15, codes >> 4), 1).view(-1, self.block)
 
     # -- first moment -------------------------------------------------------------------------------------------
@@ -180,15 +182,16 @@ def tensor_key(seed: int, step: int, index: int) -> int:
 class Noise:
     """The random bits of every block of one tensor in one step: 16 lanes of xorshift32 a block, seeded by a hash.
 
-    Lane ``l`` of block ``b`` starts at ``fmix32((16 b + l) * 0x9E3779B9 + low) ^ high``, ``low`` and ``high`` being the
-    key's halves and fmix32 MurmurHash3's finalizer. A draw steps all lanes once (Marsaglia 2003: 13, 17, 5). Written
-    one after another, little-endian, they are 32 words of 16 bits. The draws of a block are, in this order: if its
-    weights are 16 bits rounded stochastically, two for each half of 64 values, a word a value; then one for each half,
-    of which 16 values share 8 words. Value ``j`` under 8 takes the lower byte of word ``j`` for m and the upper one for
-    v; value ``8 + j`` the upper one for m and the lower one for v. The extension of a 24-bit master takes for value
-    ``j`` the exclusive or of word ``j``'s bytes, for value ``8 + j`` that of word ``j``'s lower and word ``(j + 2) %
-    8``'s upper byte. So the three noises of one value are independent in pairs; those of two values that share a word
-    need not be.
+    Lane ``l`` of block ``b`` starts at ``fmix32((16 b + l) * 0x9E3779B9 + low) ^ high``, ``low`` and ``high`` being
+    the key's halves and fmix32 MurmurHash3's finalizer. A draw takes the lanes as they are and steps them
+    (Marsaglia 2003: 13, 17, 5). Written one after another, little-endian, they are 32 words of 16 bits. The draws
+    of a block are, in this order: if its weights are 16 bits rounded stochastically, two for each half of 64
+    values, a word a value; then one for each half, whose 64 values share 32 words. Value ``j`` under 32 takes the
+    lower byte of word ``j`` for m and the upper one for v; value ``32 + j`` the upper one for m and the lower one
+    for v. The extension of a 24-bit master takes for value ``j`` the exclusive or of word ``j``'s bytes, for value
+    ``32 + j`` that of word ``j``'s lower byte and the upper one of the word two further on, round the eight words
+    from ``j // 8 * 8``. So the three noises of one value are independent in pairs; those of two values that share a
+    word need not be.
 
     Args:
         key: see ``tensor_key``.
@@ -215,12 +218,11 @@ class Noise:
 
     def draw(self) -> Tensor:
         """The next draw, ``int64[blocks, 16]`` in 0 .. 2**32 - 1."""
-        x = self._lanes
+        out = x = self._lanes
         x = x ^ ((x << 13) & _MASK32)
         x = x ^ (x >> 17)
-        x = x ^ ((x << 5) & _MASK32)
-        self._lanes = x
-        return x
+        self._lanes = x ^ ((x << 5) & _MASK32)
+        return out
 
     def weight_words(self, halves: int) -> Tensor:
         """16 bits for every value, ``int32[blocks, 64 * halves]``."""
@@ -228,10 +230,10 @@ class Noise:
 
     def rounding_bytes(self, halves: int) -> tuple[Tensor, Tensor, Tensor]:
         """8 bits for every value of m, of v and of the extension, each ``int32[blocks, 64 * halves]``."""
-        words = torch.cat([_words(self.draw()) for _ in range(halves)], 1).view(-1, 4 * halves, 8)
+        words = torch.cat([_words(self.draw()) for _ in range(halves)], 1).view(-1, halves, 4, 8)
         lower, upper = words & 255, words >> 8
-        m, v = torch.cat((lower, upper), 2), torch.cat((upper, lower), 2)
-        extension = torch.cat((lower ^ upper, lower ^ upper.roll(-2, 2)), 2)
+        m, v = torch.stack((lower, upper), 2), torch.stack((upper, lower), 2)
+        extension = torch.stack((lower ^ upper, lower ^ upper.roll(-2, 3)), 2)
         return m.flatten(1), v.flatten(1), extension.flatten(1)
 
 

@@ -54,10 +54,11 @@ def test_sizes(state: codec.StateCodec, n: int) -> None:
 
 def test_four_bit_layout() -> None:
     codes = torch.zeros(1, 128, dtype=torch.int32)
-    codes[0, 5], codes[0, 69] = 3, 12
+    codes[0, 5], codes[0, 69], codes[0, 32 + 17] = 3, 12, 7
     data = codec.STATE4.pack(codes, 128)
     assert data[5].item() == 3 | 12 << 4
-    assert data.count_nonzero() == 1
+    assert data[17 // 8 * 16 + 8 + 17 % 8].item() == 7
+    assert data.count_nonzero() == 2
 
 
 @STATES
@@ -277,12 +278,12 @@ def scalar_noise(key: int, block: int, draws: int) -> list[list[int]]:
         lanes.append((x ^ x >> 16) ^ key >> 32)
     out = []
     for _ in range(draws):
+        out.append(list(lanes))
         for lane in range(16):
             x = lanes[lane]
             x = (x ^ x << 13) & mask
             x ^= x >> 17
             lanes[lane] = (x ^ x << 5) & mask
-        out.append(list(lanes))
     return out
 
 
@@ -296,10 +297,10 @@ def test_noise_is_what_it_is_defined_to_be(key: int) -> None:
         assert words[i].tolist() == [w for draw in draws[:4] for x in draw for w in (x & 0xFFFF, x >> 16)]
         pairs = [(w & 255, w >> 8) for draw in draws[4:] for x in draw for w in (x & 0xFFFF, x >> 16)]
         for j in range(128):
-            group, value = pairs[j // 16 * 8 :], j % 8
-            lower, upper = group[value]
-            assert (m[i, j], v[i, j]) == ((lower, upper) if j % 16 < 8 else (upper, lower))
-            assert extension[i, j] == lower ^ (upper if j % 16 < 8 else group[(value + 2) % 8][1])
+            word, first = j // 64 * 32 + j % 32, j % 64 < 32
+            lower, upper = pairs[word]
+            assert (m[i, j], v[i, j]) == ((lower, upper) if first else (upper, lower))
+            assert extension[i, j] == lower ^ (upper if first else pairs[word // 8 * 8 + (word + 2) % 8][1])
         word = (block * 0x9E3779B9 + (key >> 32)) % 2**32
         assert (m_dither[i].item(), v_dither[i].item()) == (word >> 20 & 63, word >> 26)
 

@@ -167,9 +167,8 @@ void extension_noise(typename G::Lanes lanes, uint16_t* out) {
   for (int at = 0; at < kBlock; at += kHalf) {
     G::store_draw(words, G::draw(lanes));
     for (int i = 0; i < kHalf; i++) {
-      const uint16_t* group = words + i / 16 * 8;
-      const int upper = i % 16 < 8 ? i % 8 : (i + 2) % 8;
-      out[at + i] = uint16_t((group[i % 8] ^ group[upper] >> 8) & 255);
+      const int lower = i % 32, upper = i < 32 ? lower : lower / 8 * 8 + (lower + 2) % 8;
+      out[at + i] = uint16_t((words[lower] ^ words[upper] >> 8) & 255);
     }
   }
 }

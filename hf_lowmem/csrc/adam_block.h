@@ -1,7 +1,9 @@
 // The AdamW step of whole blocks, written once over a group of vectors G that each instruction set provides.
 //
-// G treats G::kGroup values at a time: one register of bytes (B), two of 16-bit words (W2), four of floats (F4). How
-// the values lie in these registers is G's affair; the functions that load, store, unpack and pack agree about it.
+// G treats G::kGroup values at a time: one register of bytes (B), two of 16-bit words (W2), four of floats (F4). Half
+// of a group's values lie side by side, the other half 32 values further on; so 16-bit words are loaded and stored in
+// their order, and the bytes of 4-bit codes, whose order is ours to choose (codec.StateCodec), as they lie. How the
+// values lie in the other registers is G's affair; the functions that load, store, unpack and pack agree about it.
 //
 // A block is encoded only when its largest magnitudes are known, so it takes two passes: the update, which the divider
 // bounds, and the encoding, which it does not. The encoding of a block is interleaved with the update of the next one.
@@ -94,6 +96,9 @@ class AdamBlocks {
       m_unit_ = G::set1(b_m_);
       v_unit_ = G::set1(b_v_);
     }
+    if constexpr (kExtended) {  // all at once: the lanes need not outlast the first half in registers
+      for (Draw& draw : now_->draws) draw = G::draw(lanes_);
+    }
     every_half<true>();
     if (kCoded) close();
   }
@@ -116,6 +121,12 @@ class AdamBlocks {
     Lanes lanes;
   };
 
+  // Where a group lies in its block.
+  struct Place {
+    int values;   // number of its first value; the second half's first is kHalf / 2 further on
+    int ordinal;  // how many values are treated before
+  };
+
   template <bool kUpdate>
   HLM_INLINE void every_half() {
     if (kBits == 4) {
@@ -128,16 +139,20 @@ class AdamBlocks {
 
   // kNibble: which nibble of a byte holds this half's codes.
   template <bool kUpdate, int kNibble, int... kSub>
-  HLM_INLINE void one_half(int at, std::integer_sequence<int, kSub...>) {
-    if constexpr (kCoded) draw_ = kExtended ? last_->draws[at / kHalf] : G::draw(pending_.lanes);
-    if constexpr (kUpdate && kExtended) now_->draws[at / kHalf] = w_draw_ = G::draw(lanes_);
-    (group<kUpdate, kNibble, kSub>(at + kSub * G::kGroup), ...);
+  HLM_INLINE void one_half(int half, std::integer_sequence<int, kSub...>) {
+    if constexpr (kCoded) draw_ = kExtended ? last_->draws[half / kHalf] : G::draw(pending_.lanes);
+    if constexpr (kUpdate && kExtended) w_draw_[0] = now_->draws[half / kHalf];
+    if constexpr (kUpdate && kWeight == Weight::kBf16Stochastic) {
+      w_draw_[0] = G::draw(lanes_);
+      w_draw_[1] = G::draw(lanes_);
+    }
+    (group<kUpdate, kNibble, kSub>({half + kSub * G::kGroup / 2, half + kSub * G::kGroup}), ...);
   }
 
   // Square roots and quotients take a processor's divider most of its time. Other work of about the same length, the
   // encoding of the last block, is put between them in the program: the divider's queue is short.
   template <bool kUpdate, int kNibble, int kSub>
-  HLM_INLINE void group(int at) {
+  HLM_INLINE void group(Place at) {
     F4 m, root, ratio;
     W2 noise;
     if constexpr (kUpdate) update_moments<kNibble>(at, m, root);
@@ -157,7 +172,7 @@ class AdamBlocks {
   }
 
   template <int kNibble>
-  HLM_INLINE void update_moments(int at, F4& m, F4& root) {
+  HLM_INLINE void update_moments(Place at, F4& m, F4& root) {
     const F4 g = load_grad(at);
     F4 v;
     load_moments<kNibble>(at, m, v);
@@ -169,11 +184,11 @@ class AdamBlocks {
     }
     if constexpr (kCoded) {
       for (int k = 0; k < 4; k++) {
-        G::store(now_->m + at + k * (G::kGroup / 4), m.v[k]);
-        G::store(now_->root + at + k * (G::kGroup / 4), root.v[k]);
+        G::store(now_->m + at.ordinal + k * (G::kGroup / 4), m.v[k]);
+        G::store(now_->root + at.ordinal + k * (G::kGroup / 4), root.v[k]);
       }
-      max_m_ = G::max(max_m_, largest4(G::abs(m.v[0]), G::abs(m.v[1]), G::abs(m.v[2]), G::abs(m.v[3])));
-      max_root_ = G::max(max_root_, largest4(root.v[0], root.v[1], root.v[2], root.v[3]));
+      max_m_ = G::max(max_m_, G::max(G::max_abs(m.v[0], m.v[1]), G::max_abs(m.v[2], m.v[3])));
+      max_root_ = G::max(max_root_, G::max(G::max(root.v[0], root.v[1]), G::max(root.v[2], root.v[3])));
     } else {
       store_floats(data_.m, at, m);
       store_floats(data_.v, at, v);
@@ -182,7 +197,10 @@ class AdamBlocks {
 
   // Takes the block's largest magnitudes for its scales and leaves it to be encoded.
   HLM_INLINE void close() {
-    const float m_scale = block_scale(G::largest(max_m_)), v_scale = block_scale(G::largest(max_root_));
+    float m_scale, v_scale;
+    G::largest(max_m_, max_root_, m_scale, v_scale);
+    m_scale = block_scale(m_scale);
+    v_scale = block_scale(v_scale);
     *data_.m_scale = m_scale;
     *data_.v_scale = v_scale;
     const uint32_t m_dither = (dither_ >> 20) & 63, v_dither = dither_ >> 26;
@@ -200,18 +218,16 @@ class AdamBlocks {
     now_ = other;
   }
 
-  static HLM_INLINE F largest4(F a, F b, F c, F d) { return G::max(G::max(a, b), G::max(c, d)); }
-
   static HLM_INLINE float block_scale(float largest) { return largest >= kSmallestScale ? largest : 0.0f; }
   static HLM_INLINE float inverse(float scale, float top) { return scale > 0 ? top / scale : 0.0f; }
 
   // Both moments' codes are rounded stochastically in fixed point with 8 fractional bits, and to these 8 bits by a
   // dither that the block's values share.
   template <int kNibble>
-  HLM_INLINE void encode_m(int at, W2 noise) {
+  HLM_INLINE void encode_m(Place at, W2 noise) {
     F4 m, scaled;
     for (int k = 0; k < 4; k++) {
-      m.v[k] = G::load(last_->m + at + k * (G::kGroup / 4));
+      m.v[k] = G::load(last_->m + at.ordinal + k * (G::kGroup / 4));
       // In 4 bits one more than the magnitude is a float whose exponent is the code.
       scaled.v[k] = kBits == 8 ? G::fma(m.v[k], pending_.m_inverse, pending_.m_dither)
                                : G::fma(G::abs(m.v[k]), pending_.m_inverse, G::set1(1.0f));
@@ -223,36 +239,36 @@ class AdamBlocks {
     }
   }
   template <int kNibble>
-  HLM_INLINE void encode_root(int at, W2 noise) {
+  HLM_INLINE void encode_root(Place at, W2 noise) {
     F4 root;
     for (int k = 0; k < 4; k++)
-      root.v[k] = G::mul(G::load(last_->root + at + k * (G::kGroup / 4)), pending_.root_inverse);
+      root.v[k] = G::mul(G::load(last_->root + at.ordinal + k * (G::kGroup / 4)), pending_.root_inverse);
     store_codes<kNibble, 0>(pending_.v, low_v_, at,
                             G::template encode_float<Fmt::kMantissa>(root, pending_.v_base, noise));
   }
 
   // kFlip: the sign bit of 8-bit codes that are stored with an offset. Low nibbles wait in `low` for the high ones.
   template <int kNibble, int kFlip>
-  static HLM_INLINE void store_codes(uint8_t* to, uint8_t* low, int at, B codes) {
+  static HLM_INLINE void store_codes(uint8_t* to, uint8_t* low, Place at, B codes) {
     if constexpr (kBits == 8) {
-      G::store_bytes(to + at, kFlip ? G::flip(codes, kFlip) : codes);
+      G::store_bytes(to + at.values, kFlip ? G::flip(codes, kFlip) : codes);
     } else if constexpr (kNibble == 0) {
-      G::store_bytes(low + at, codes);
+      G::store_codes(low + at.ordinal, codes);
     } else {
-      const B both = G::merge_nibbles(G::load_bytes(low + at - kHalf), codes);
-      G::store_bytes(to + at - kHalf, both);
+      const B both = G::merge_nibbles(G::load_codes(low + at.ordinal - kHalf), codes);
+      G::store_codes(to + at.ordinal - kHalf, both);
     }
   }
 
   // The moments in units of m_unit_ and v_unit_.
   template <int kNibble>
-  HLM_INLINE void load_moments(int at, F4& m, F4& v) {
+  HLM_INLINE void load_moments(Place at, F4& m, F4& v) {
     if constexpr (kBits == 4) {
-      m = G::lookup(kNibbleM, G::template nibbles<kNibble>(G::load_bytes(data_.m + at % kHalf)));
-      v = G::lookup(kNibbleV, G::template nibbles<kNibble>(G::load_bytes(data_.v + at % kHalf)));
+      m = G::template lookup<kNibble>(kNibbleM, G::load_codes(data_.m + at.ordinal % kHalf));
+      v = G::template lookup<kNibble>(kNibbleV, G::load_codes(data_.v + at.ordinal % kHalf));
     } else if constexpr (kBits == 8) {
-      m = G::decode_m8(G::load_bytes(data_.m + at));
-      v = G::decode_root8(G::load_bytes(data_.v + at));
+      m = G::decode_m8(G::load_bytes(data_.m + at.values));
+      v = G::decode_root8(G::load_bytes(data_.v + at.values));
       for (int k = 0; k < 4; k++) v.v[k] = G::mul(v.v[k], v.v[k]);
     } else {
       m = load_floats(data_.m, at);
@@ -260,8 +276,8 @@ class AdamBlocks {
     }
   }
 
-  HLM_INLINE F4 load_floats(const void* from, int at) {
-    const float* p = static_cast<const float*>(from) + at;
+  HLM_INLINE F4 load_floats(const void* from, Place at) {
+    const float* p = static_cast<const float*>(from) + (kPlain ? at.ordinal : at.values);
     if constexpr (kPlain) {
       F4 x;
       for (int k = 0; k < 4; k++) x.v[k] = G::load_unaligned(p + k * (G::kGroup / 4));
@@ -271,8 +287,8 @@ class AdamBlocks {
     }
   }
 
-  HLM_INLINE void store_floats(void* to, int at, F4 x) {
-    float* p = static_cast<float*>(to) + at;
+  HLM_INLINE void store_floats(void* to, Place at, F4 x) {
+    float* p = static_cast<float*>(to) + (kPlain ? at.ordinal : at.values);
     if constexpr (kPlain) {
       for (int k = 0; k < 4; k++) G::store_unaligned(p + k * (G::kGroup / 4), x.v[k]);
     } else {
@@ -280,21 +296,21 @@ class AdamBlocks {
     }
   }
 
-  HLM_INLINE F4 load_grad(int at) {
+  HLM_INLINE F4 load_grad(Place at) {
     if constexpr (kGrad == Grad::kF32) {
       return load_floats(data_.grad, at);
     } else {
-      return G::widen_bf16(G::load_words(static_cast<const uint16_t*>(data_.grad) + at));
+      return G::widen_bf16(G::load_words(static_cast<const uint16_t*>(data_.grad) + at.values));
     }
   }
 
-  HLM_INLINE F4 load_weight(int at) {
+  HLM_INLINE F4 load_weight(Place at) {
     if constexpr (kWeight == Weight::kF32) {
       return load_floats(data_.weight, at);
     } else {
-      const W2 words = G::load_words(static_cast<uint16_t*>(data_.weight) + at);
+      const W2 words = G::load_words(static_cast<uint16_t*>(data_.weight) + at.values);
       if constexpr (kExtended) {
-        return G::join_bf16(words, G::load_bytes(data_.extension + at));
+        return G::join_bf16(words, G::load_bytes(data_.extension + at.values));
       } else {
         return G::widen_bf16(words);
       }
@@ -302,17 +318,17 @@ class AdamBlocks {
   }
 
   template <int kSub>
-  HLM_INLINE void store_weight(int at, F4 w) {
+  HLM_INLINE void store_weight(Place at, F4 w) {
     if constexpr (kWeight == Weight::kF32) {
       store_floats(data_.weight, at, w);
     } else {
-      uint16_t* to = static_cast<uint16_t*>(data_.weight) + at;
+      uint16_t* to = static_cast<uint16_t*>(data_.weight) + at.values;
       if constexpr (kExtended) {
         B extension;
-        G::store_words(to, G::split_bf16(w, G::extension_noise(G::template noise_bytes<kSub>(w_draw_)), extension));
-        G::store_bytes(data_.extension + at, extension);
+        G::store_words(to, G::split_bf16(w, G::extension_noise(G::template noise_bytes<kSub>(w_draw_[0])), extension));
+        G::store_bytes(data_.extension + at.values, extension);
       } else {
-        G::store_words(to, G::round_bf16(w, G::template noise_words<kSub>(lanes_, w_draw_)));
+        G::store_words(to, G::round_bf16(w, G::template noise_words<kSub>(w_draw_)));
       }
     }
   }
@@ -324,7 +340,7 @@ class AdamBlocks {
   uint32_t dither_;
   F m_unit_, v_unit_, max_m_, max_root_;
   Pending pending_;
-  Draw draw_, w_draw_;
+  Draw draw_, w_draw_[2];
   Moments *now_, *last_;  // the block that is updated fills one, the one before is encoded from the other
   uint8_t *const low_m_, *const low_v_, *const dummy_;
 };

@@ -15,7 +15,7 @@ extern "C" {
 #endif
 
 // Raised whenever a struct, a function or the bits that one computes change; native.py refuses another number.
-#define HLM_ABI_VERSION 6
+#define HLM_ABI_VERSION 7
 
 // A unit of work: this many consecutive values of one tensor (the last unit of a tensor may be shorter).
 #define HLM_UNIT 256

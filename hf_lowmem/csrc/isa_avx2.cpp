@@ -26,34 +26,48 @@ struct Vec256 {
 
   HLM_X86_OPERATIONS(_mm256, si256)
 
-  static HLM_INLINE float largest(F a) {
-    __m128 x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    x = _mm_max_ps(x, _mm_movehl_ps(x, x));
-    return _mm_cvtss_f32(_mm_max_ss(x, _mm_shuffle_ps(x, x, 1)));
+  static HLM_INLINE void largest(F a, F b, float& most_a, float& most_b) { largest_of(a, b, most_a, most_b); }
+  static HLM_INLINE F max_abs(F a, F b) {
+    const F magnitude = as_float(dwords(0x7FFFFFFF));
+    return max(_mm256_and_ps(a, magnitude), _mm256_and_ps(b, magnitude));
   }
 
   // -- memory
-  static HLM_INLINE I load_bytes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
-  static HLM_INLINE void store_bytes(void* p, I a) { _mm256_storeu_si256(static_cast<__m256i*>(p), a); }
-  static HLM_INLINE W2 load_words(const uint16_t* p) { return {{load2(p, p + 16), load2(p + 8, p + 24)}}; }
+  static HLM_INLINE I load_codes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+  static HLM_INLINE void store_codes(void* p, I a) { _mm256_storeu_si256(static_cast<__m256i*>(p), a); }
+  static HLM_INLINE I load_bytes(const void* p) {
+    return _mm256_permute4x64_epi64(load2(p, static_cast<const uint8_t*>(p) + 32), 0xD8);
+  }
+  static HLM_INLINE void store_bytes(void* p, I a) {
+    store2(p, static_cast<uint8_t*>(p) + 32, _mm256_permute4x64_epi64(a, 0xD8));
+  }
+  static HLM_INLINE W2 load_words(const uint16_t* p) { return {{load_codes(p), load_codes(p + 32)}}; }
   static HLM_INLINE void store_words(uint16_t* p, W2 a) {
-    store2(p, p + 16, a.v[0]);
-    store2(p + 8, p + 24, a.v[1]);
+    store_codes(p, a.v[0]);
+    store_codes(p + 32, a.v[1]);
   }
   static HLM_INLINE F4 load_floats(const float* p) {
-    F4 out;
-    for (int k = 0; k < 4; k++) out.v[k] = as_float(load2(p + 4 * k, p + 4 * k + 16));
-    return out;
+    return {{as_float(load2(p, p + 8)), as_float(load2(p + 4, p + 12)), as_float(load2(p + 32, p + 40)),
+             as_float(load2(p + 36, p + 44))}};
   }
   static HLM_INLINE void store_floats(float* p, F4 a) {
-    for (int k = 0; k < 4; k++) store2(p + 4 * k, p + 4 * k + 16, as_int(a.v[k]));
+    for (int k = 0; k < 4; k++) {
+      float* const to = p + k / 2 * 32 + k % 2 * 4;
+      store2(to, to + 8, as_int(a.v[k]));
+    }
   }
   static HLM_INLINE I lanes16(const uint8_t (&x)[16]) {
     return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
   }
+  template <int kNibble>
+  static HLM_INLINE W2 lookup_words(const NibbleTable& table, I a) {
+    const I codes = band(kNibble ? shr16<4>(a) : a, bytes(15));
+    const I high = shuffle8(lanes16(table.high), codes), low = shuffle8(lanes16(table.low), codes);
+    return {{low8(low, high), high8(low, high)}};
+  }
 
   // -- comparisons
-  static HLM_INLINE I where_not_zero16(I test, I x) { return _mm256_andnot_si256(_mm256_cmpeq_epi16(test, zero()), x); }
+  static HLM_INLINE I where_magnitude16(I test, I x) { return _mm256_sign_epi16(x, band(test, words(0x7FFF))); }
   static HLM_INLINE I negate_where_negative16(I x, I sign) { return _mm256_sign_epi16(x, sign); }  // zero where zero
   static HLM_INLINE bool any_over16(I x, I limit) { return _mm256_movemask_epi8(_mm256_cmpgt_epi16(x, limit)) != 0; }
   static HLM_INLINE bool any_over32(I x, I limit) { return _mm256_movemask_epi8(_mm256_cmpgt_epi32(x, limit)) != 0; }
@@ -64,15 +78,9 @@ struct Vec256 {
   }
   // In every lane of 128 bits.
   static HLM_INLINE I next_dword(I a) { return _mm256_shuffle_epi32(a, 0x39); }
-  template <class Next>
-  static HLM_INLINE W2 next_words(Next next) {
-    const Draw draw = next();
-    return {
-        {_mm256_permute2x128_si256(draw.v[0], draw.v[1], 0x20), _mm256_permute2x128_si256(draw.v[0], draw.v[1], 0x31)}};
-  }
   static HLM_INLINE void store_draw(uint16_t* p, Draw draw) {
-    store_bytes(p, draw.v[0]);
-    store_bytes(p + 16, draw.v[1]);
+    store_codes(p, draw.v[0]);
+    store_codes(p + 16, draw.v[1]);
   }
 
  private:

@@ -23,36 +23,59 @@ struct Vec512 {
 
   HLM_X86_OPERATIONS(_mm512, si512)
 
-  static HLM_INLINE float largest(F a) { return _mm512_reduce_max_ps(a); }
+  static HLM_INLINE void largest(F a, F b, float& most_a, float& most_b) {
+    largest_of(_mm256_max_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1)),
+               _mm256_max_ps(_mm512_castps512_ps256(b), _mm512_extractf32x8_ps(b, 1)), most_a, most_b);
+  }
+  static HLM_INLINE F max_abs(F a, F b) { return _mm512_range_ps(a, b, 0x0B); }  // 11: magnitudes' maximum; 10: no sign
 
   // -- memory
-  static HLM_INLINE I load_bytes(const void* p) { return _mm512_loadu_si512(p); }
-  static HLM_INLINE void store_bytes(void* p, I a) { _mm512_storeu_si512(p, a); }
-  static HLM_INLINE W2 load_words(const uint16_t* p) {
-    const I a = load_bytes(p), b = load_bytes(p + 32);
-    return {{_mm512_shuffle_i64x2(a, b, 0x88), _mm512_shuffle_i64x2(a, b, 0xDD)}};
+  static HLM_INLINE I load_codes(const void* p) { return _mm512_loadu_si512(p); }
+  static HLM_INLINE void store_codes(void* p, I a) { _mm512_storeu_si512(p, a); }
+  static HLM_INLINE I load_bytes(const void* p) {
+    return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), load_codes(p));
   }
+  static HLM_INLINE void store_bytes(void* p, I a) {
+    store_codes(p, _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), a));
+  }
+  static HLM_INLINE W2 load_words(const uint16_t* p) { return {{load_codes(p), load_codes(p + 32)}}; }
   static HLM_INLINE void store_words(uint16_t* p, W2 a) {
-    const I first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
-    store_bytes(p, _mm512_permutex2var_epi64(a.v[0], first, a.v[1]));
-    store_bytes(p + 32, _mm512_permutex2var_epi64(a.v[0], second, a.v[1]));
+    store_codes(p, a.v[0]);
+    store_codes(p + 32, a.v[1]);
   }
   static HLM_INLINE F4 load_floats(const float* p) {
-    F4 a;
-    for (int k = 0; k < 4; k++) a.v[k] = load_unaligned(p + 16 * k);
-    return transpose(a);
+    F4 out;
+    for (int i = 0; i < 2; i++) {
+      const F a = load_unaligned(p + 32 * i), b = load_unaligned(p + 32 * i + 16);
+      out.v[2 * i] = _mm512_shuffle_f32x4(a, b, 0x88);
+      out.v[2 * i + 1] = _mm512_shuffle_f32x4(a, b, 0xDD);
+    }
+    return out;
   }
   static HLM_INLINE void store_floats(float* p, F4 a) {
-    a = transpose(a);
-    for (int k = 0; k < 4; k++) store_unaligned(p + 16 * k, a.v[k]);
+    const I first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+    for (int i = 0; i < 2; i++) {
+      const I x = as_int(a.v[2 * i]), y = as_int(a.v[2 * i + 1]);
+      store_codes(p + 32 * i, _mm512_permutex2var_epi64(x, first, y));
+      store_codes(p + 32 * i + 16, _mm512_permutex2var_epi64(x, second, y));
+    }
   }
   static HLM_INLINE I lanes16(const uint8_t (&x)[16]) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
   }
+  // The lower nibble of a word, and one bit more, choose among 32 words: the table's 16, twice.
+  template <int kNibble>
+  static HLM_INLINE W2 lookup_words(const NibbleTable& table, I a) {
+    const I high = lanes16(table.high), low = lanes16(table.low);
+    const I every = _mm512_mask_blend_epi64(0xCC, low8(low, high), high8(low, high));
+    const I codes = kNibble ? shr16<4>(a) : a;
+    return {
+        {_mm512_permutexvar_epi16(low8(codes, codes), every), _mm512_permutexvar_epi16(high8(codes, codes), every)}};
+  }
 
   // -- comparisons
-  static HLM_INLINE I where_not_zero16(I test, I x) {
-    return _mm512_maskz_mov_epi16(_mm512_test_epi16_mask(test, test), x);
+  static HLM_INLINE I where_magnitude16(I test, I x) {
+    return _mm512_maskz_mov_epi16(_mm512_test_epi16_mask(test, words(0x7FFF)), x);
   }
   static HLM_INLINE I negate_where_negative16(I x, I sign) {
     return _mm512_mask_sub_epi16(x, _mm512_movepi16_mask(sign), zero(), x);
@@ -66,21 +89,7 @@ struct Vec512 {
   }
   // In every lane of 128 bits.
   static HLM_INLINE I next_dword(I a) { return _mm512_shuffle_epi32(a, _MM_PERM_ENUM(0x39)); }
-  template <class Next>
-  static HLM_INLINE W2 next_words(Next next) {
-    const Draw a = next(), b = next();
-    return {{_mm512_shuffle_i64x2(a.v[0], b.v[0], 0x88), _mm512_shuffle_i64x2(a.v[0], b.v[0], 0xDD)}};
-  }
-  static HLM_INLINE void store_draw(uint16_t* p, Draw draw) { store_bytes(p, draw.v[0]); }
-
- private:
-  // Exchanges rows and columns of the 4 x 4 lanes of 128 bits.
-  static HLM_INLINE F4 transpose(F4 a) {
-    const F low01 = _mm512_shuffle_f32x4(a.v[0], a.v[1], 0x44), low23 = _mm512_shuffle_f32x4(a.v[2], a.v[3], 0x44);
-    const F high01 = _mm512_shuffle_f32x4(a.v[0], a.v[1], 0xEE), high23 = _mm512_shuffle_f32x4(a.v[2], a.v[3], 0xEE);
-    return {{_mm512_shuffle_f32x4(low01, low23, 0x88), _mm512_shuffle_f32x4(low01, low23, 0xDD),
-             _mm512_shuffle_f32x4(high01, high23, 0x88), _mm512_shuffle_f32x4(high01, high23, 0xDD)}};
-  }
+  static HLM_INLINE void store_draw(uint16_t* p, Draw draw) { store_codes(p, draw.v[0]); }
 };
 
 using Avx512 = X86<Vec512>;

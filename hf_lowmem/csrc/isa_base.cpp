@@ -72,10 +72,15 @@ struct Base {
   static HLM_INLINE F max(F a, F b) {
     return map([&](int i) { return a.x[i] > b.x[i] ? a.x[i] : b.x[i]; });
   }
+  static HLM_INLINE F max_abs(F a, F b) { return max(abs(a), abs(b)); }
   static HLM_INLINE float largest(F a) {
     float most = a.x[0];
     for (int i = 1; i < kWidth; i++) most = a.x[i] > most ? a.x[i] : most;
     return most;
+  }
+  static HLM_INLINE void largest(F a, F b, float& most_a, float& most_b) {
+    most_a = largest(a);
+    most_b = largest(b);
   }
 
   // -- memory
@@ -99,24 +104,25 @@ struct Base {
     return out;
   }
   static HLM_INLINE void store_bytes(void* p, B a) { memcpy(p, &a, sizeof a); }
+  static HLM_INLINE B load_codes(const void* p) { return load_bytes(p); }
+  static HLM_INLINE void store_codes(void* p, B a) { store_bytes(p, a); }
 
   // -- codes
-  template <int kNibble>
-  static HLM_INLINE B nibbles(B a) {
-    for (int i = 0; i < kGroup; i++) a.x[i] = (a.x[i] >> (4 * kNibble)) & 15;
-    return a;
-  }
   static HLM_INLINE B merge_nibbles(B low, B high) {
-    for (int i = 0; i < kGroup; i++) low.x[i] = uint8_t((low.x[i] & 15) | (high.x[i] << 4));
-    return low;
+    B out;
+    for (int i = 0; i < kGroup; i++) out.x[place(i)] = uint8_t((low.x[i] & 15) | (high.x[i] << 4));
+    return out;
   }
   static HLM_INLINE B flip(B a, uint8_t mask) {
     for (int i = 0; i < kGroup; i++) a.x[i] ^= mask;
     return a;
   }
+  template <int kNibble>
   static HLM_INLINE F4 lookup(const NibbleTable& table, B a) {
-    return each(
-        [&](int i) { return bits_float(uint32_t(table.high[a.x[i]]) << 24 | uint32_t(table.low[a.x[i]]) << 16); });
+    return each([&](int i) {
+      const int code = (a.x[place(i)] >> (4 * kNibble)) & 15;
+      return bits_float(uint32_t(table.high[code]) << 24 | uint32_t(table.low[code]) << 16);
+    });
   }
   static HLM_INLINE F4 decode_m8(B a) {
     return each([&](int i) { return float(int(a.x[i]) - 128); });
@@ -169,12 +175,13 @@ struct Base {
     return out;
   }
   static HLM_INLINE Draw draw(Lanes& lanes) {
+    const Draw out = lanes;
     for (uint32_t& x : lanes.x) {
       x ^= x << 13;
       x ^= x >> 17;
       x ^= x << 5;
     }
-    return lanes;
+    return out;
   }
   static HLM_INLINE void store_draw(uint16_t* p, Draw draw) {
     for (int i = 0; i < 16; i++) {
@@ -182,22 +189,24 @@ struct Base {
       p[2 * i + 1] = uint16_t(draw.x[i] >> 16);
     }
   }
-  // Of 16 values 8 take the lower bytes of the draw's words, 8 the upper ones: m's noise, and exchanged v's.
+  // 32 values take the lower bytes of the draw's words, 32 the upper ones: m's noise, and exchanged v's.
   template <int kSub>
   static HLM_INLINE W2 noise_bytes(Draw draw) {
     uint16_t words[kGroup / 2];
     store_draw(words, draw);
     W2 out;
-    for (int i = 0; i < kGroup; i++) out.x[i] = uint16_t(words[i / 16 * 8 + i % 8] >> (i % 16 / 8 * 8) & 255);
+    for (int i = 0; i < kGroup; i++) out.x[i] = uint16_t(words[i % 32] >> (i / 32 * 8) & 255);
     return out;
   }
   static HLM_INLINE W2 exchange(const W2& a) {
     W2 out;
-    for (int i = 0; i < kGroup; i++) out.x[i] = a.x[i ^ 8];
+    for (int i = 0; i < kGroup; i++) out.x[i] = a.x[i ^ 32];
     return out;
   }
 
  private:
+  // The byte of a half's 64 that holds the 4-bit code of value i.
+  static HLM_INLINE int place(int i) { return i % 32 / 8 * 16 + i / 32 * 8 + i % 8; }
   template <class Function>
   static HLM_INLINE F map(Function value) {
     F out;

@@ -1,4 +1,4 @@
-// NEON of 64-bit Arm: groups of 16 values, in their natural order throughout.
+// NEON of 64-bit Arm: groups of 16 values, a half after the other throughout.
 
 #include <arm_neon.h>
 
@@ -31,28 +31,41 @@ struct Neon {
   static HLM_INLINE F sqrt(F a) { return vsqrtq_f32(a); }
   static HLM_INLINE F abs(F a) { return vabsq_f32(a); }
   static HLM_INLINE F max(F a, F b) { return vmaxq_f32(a, b); }
-  static HLM_INLINE float largest(F a) { return vmaxvq_f32(a); }
+  static HLM_INLINE F max_abs(F a, F b) { return max(abs(a), abs(b)); }
+  static HLM_INLINE void largest(F a, F b, float& most_a, float& most_b) {
+    most_a = vmaxvq_f32(a);
+    most_b = vmaxvq_f32(b);
+  }
 
   // -- memory
   static HLM_INLINE F load(const float* p) { return vld1q_f32(p); }
-  static HLM_INLINE F load_unaligned(const float* p) { return vreinterpretq_f32_u8(load_bytes(p)); }
+  static HLM_INLINE F load_unaligned(const float* p) { return vreinterpretq_f32_u8(load_codes(p)); }
   static HLM_INLINE void store(float* p, F a) { vst1q_f32(p, a); }
-  static HLM_INLINE void store_unaligned(float* p, F a) { store_bytes(p, vreinterpretq_u8_f32(a)); }
+  static HLM_INLINE void store_unaligned(float* p, F a) { store_codes(p, vreinterpretq_u8_f32(a)); }
   static HLM_INLINE F4 load_floats(const float* p) {
-    return {{load_unaligned(p), load_unaligned(p + 4), load_unaligned(p + 8), load_unaligned(p + 12)}};
+    return {{load_unaligned(p), load_unaligned(p + 4), load_unaligned(p + 32), load_unaligned(p + 36)}};
   }
   static HLM_INLINE void store_floats(float* p, F4 a) {
-    for (int k = 0; k < 4; k++) store_unaligned(p + 4 * k, a.v[k]);
+    for (int k = 0; k < 4; k++) store_unaligned(p + k / 2 * 32 + k % 2 * 4, a.v[k]);
   }
   static HLM_INLINE W2 load_words(const uint16_t* p) {
-    return {{vreinterpretq_u16_u8(load_bytes(p)), vreinterpretq_u16_u8(load_bytes(p + 8))}};
+    return {{vreinterpretq_u16_u8(load_codes(p)), vreinterpretq_u16_u8(load_codes(p + 32))}};
   }
   static HLM_INLINE void store_words(uint16_t* p, W2 a) {
-    store_bytes(p, vreinterpretq_u8_u16(a.v[0]));
-    store_bytes(p + 8, vreinterpretq_u8_u16(a.v[1]));
+    store_codes(p, vreinterpretq_u8_u16(a.v[0]));
+    store_codes(p + 32, vreinterpretq_u8_u16(a.v[1]));
   }
-  static HLM_INLINE B load_bytes(const void* p) { return vld1q_u8(static_cast<const uint8_t*>(p)); }
-  static HLM_INLINE void store_bytes(void* p, B a) { vst1q_u8(static_cast<uint8_t*>(p), a); }
+  static HLM_INLINE B load_codes(const void* p) { return vld1q_u8(static_cast<const uint8_t*>(p)); }
+  static HLM_INLINE void store_codes(void* p, B a) { vst1q_u8(static_cast<uint8_t*>(p), a); }
+  static HLM_INLINE B load_bytes(const void* p) {
+    const uint8_t* const from = static_cast<const uint8_t*>(p);
+    return vcombine_u8(vld1_u8(from), vld1_u8(from + 32));
+  }
+  static HLM_INLINE void store_bytes(void* p, B a) {
+    uint8_t* const to = static_cast<uint8_t*>(p);
+    vst1_u8(to, vget_low_u8(a));
+    vst1_u8(to + 32, vget_high_u8(a));
+  }
 
   // -- weights and gradients
   static HLM_INLINE F4 widen_bf16(W2 a) { return floats(vdupq_n_u16(0), vdupq_n_u16(0), a.v[0], a.v[1]); }
@@ -92,14 +105,14 @@ struct Neon {
     if constexpr (kBytes == 2) {
       uint16x8_t most = vdupq_n_u16(0);
       for (int i = 0; i < kCount; i += 8) {
-        const uint16x8_t x = vreinterpretq_u16_u8(load_bytes(p + 2 * i));
+        const uint16x8_t x = vreinterpretq_u16_u8(load_codes(p + 2 * i));
         most = vmaxq_u16(most, vandq_u16(x, vdupq_n_u16(0x7FFF)));
       }
       return vmaxvq_u16(most) > limit;
     } else {
       uint32x4_t most = vdupq_n_u32(0);
       for (int i = 0; i < kCount; i += 4) {
-        const uint32x4_t x = vreinterpretq_u32_u8(load_bytes(p + 4 * i));
+        const uint32x4_t x = vreinterpretq_u32_u8(load_codes(p + 4 * i));
         most = vmaxq_u32(most, vandq_u32(x, vdupq_n_u32(0x7FFFFFFF)));
       }
       return vmaxvq_u32(most) > limit;
@@ -107,16 +120,13 @@ struct Neon {
   }
 
   // -- codes
-  template <int kNibble>
-  static HLM_INLINE B nibbles(B a) {
-    if constexpr (kNibble == 0) return vandq_u8(a, vdupq_n_u8(15));
-    return vshrq_n_u8(a, 4);
-  }
   static HLM_INLINE B merge_nibbles(B low, B high) { return vsliq_n_u8(low, high, 4); }
   static HLM_INLINE B flip(B a, uint8_t mask) { return veorq_u8(a, vdupq_n_u8(mask)); }
 
+  template <int kNibble>
   static HLM_INLINE F4 lookup(const NibbleTable& table, B a) {
-    const B high = vqtbl1q_u8(vld1q_u8(table.high), a), low = vqtbl1q_u8(vld1q_u8(table.low), a);
+    const B codes = kNibble ? vshrq_n_u8(a, 4) : vandq_u8(a, vdupq_n_u8(15));
+    const B high = vqtbl1q_u8(vld1q_u8(table.high), codes), low = vqtbl1q_u8(vld1q_u8(table.low), codes);
     return floats(vdupq_n_u16(0), vdupq_n_u16(0), vreinterpretq_u16_u8(vzip1q_u8(low, high)),
                   vreinterpretq_u16_u8(vzip2q_u8(low, high)));
   }
@@ -176,15 +186,16 @@ struct Neon {
     return out;
   }
   static HLM_INLINE Draw draw(Lanes& lanes) {
+    const Draw out = lanes;
     for (uint32x4_t& x : lanes.v) {
       x = veorq_u32(x, vshlq_n_u32(x, 13));
       x = veorq_u32(x, vshrq_n_u32(x, 17));
       x = veorq_u32(x, vshlq_n_u32(x, 5));
     }
-    return lanes;
+    return out;
   }
   static HLM_INLINE void store_draw(uint16_t* p, Draw draw) {
-    for (int i = 0; i < 4; i++) store_bytes(p + 8 * i, vreinterpretq_u8_u32(draw.v[i]));
+    for (int i = 0; i < 4; i++) store_codes(p + 8 * i, vreinterpretq_u8_u32(draw.v[i]));
   }
   // The lower and the upper bytes of a draw's words: m's noise, and exchanged v's.
   template <int kSub>
@@ -198,11 +209,9 @@ struct Neon {
     const uint16x8_t upper = veorq_u16(a.v[1], vdupq_n_u16(0x8000));
     return {{veorq_u16(a.v[0], upper), veorq_u16(a.v[0], vextq_u16(upper, upper, 2))}};
   }
-  // Two groups share a draw of words.
   template <int kSub>
-  static HLM_INLINE W2 noise_words(Lanes& lanes, Draw& last) {
-    if (kSub % 2 == 0) last = draw(lanes);
-    return {{vreinterpretq_u16_u32(last.v[kSub % 2 * 2]), vreinterpretq_u16_u32(last.v[kSub % 2 * 2 + 1])}};
+  static HLM_INLINE W2 noise_words(const Draw (&draws)[2]) {
+    return {{vreinterpretq_u16_u32(draws[0].v[kSub]), vreinterpretq_u16_u32(draws[1].v[kSub])}};
   }
 
  private:

@@ -1,9 +1,9 @@
 // Groups of values on x86: adam_block.h's G over registers of 256 or 512 bits.
 //
-// Unpacking and packing stay within the 128-bit lanes, which is cheap, and decides where the values lie. Bytes are in
-// their natural order, 16 to a lane. Words 0..7 of every lane's 16 are in the first of two registers, 8..15 in the
-// second; and of floats, 0..3 are in the first of four, and so on. Only loading and storing words and floats has to
-// move lanes (V::load_words and its like).
+// Unpacking and packing stay within the 128-bit lanes, which is cheap, and decides where the values lie. Words are in
+// their natural order, a group's first half in one register and the second half in another. A lane of bytes has 8 of
+// either half; the first two registers of floats have 4 each of every lane of the first words. Only loading and storing
+// bytes and floats has to move lanes (V::load_bytes and its like).
 //
 // V is a register width: the operations below, and those that differ between the widths.
 #pragma once
@@ -65,6 +65,15 @@
 
 namespace {
 
+// The largest values of two registers, found together.
+HLM_INLINE void largest_of(__m256 a, __m256 b, float& most_a, float& most_b) {
+  const __m256 both = _mm256_max_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+  __m128 x = _mm_max_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
+  x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+  most_a = _mm_cvtss_f32(x);
+  most_b = _mm_cvtss_f32(_mm_shuffle_ps(x, x, 1));
+}
+
 template <class V>
 struct X86 : V {
   using F = typename V::F;
@@ -72,6 +81,7 @@ struct X86 : V {
   using F4 = typename V::F4;
   using W2 = typename V::W2;
   using Lanes = typename V::Lanes;
+  using Draw = typename V::Draw;
   using B = I;
   static constexpr bool kInPlace = true;
 
@@ -84,7 +94,7 @@ struct X86 : V {
   static HLM_INLINE F4 join_bf16(W2 a, B extension) {
     I low[2] = {V::low8(V::zero(), extension), V::high8(V::zero(), extension)};
     for (int i = 0; i < 2; i++) {
-      low[i] = V::where_not_zero16(V::add16(a.v[i], a.v[i]), low[i]);  // a zero, of either sign, has no extension
+      low[i] = V::where_magnitude16(a.v[i], low[i]);  // a zero, of either sign, has no extension
       a.v[i] = V::add16(a.v[i], V::template sar16<15>(low[i]));
     }
     return floats(low[0], low[1], a.v[0], a.v[1]);
@@ -108,32 +118,35 @@ struct X86 : V {
     return {{V::pack_u32(x[0], x[1]), V::pack_u32(x[2], x[3])}};
   }
 
-  // Whether any of kCount values of kBytes each has magnitude bits over the limit.
+  // Whether any of kCount values of kBytes each has magnitude bits over the limit. The bits of all of them together are
+  // no less than those of any: where these are under the limit, as they mostly are, nothing is left to compare.
   template <int kBytes, int kCount>
   static HLM_INLINE bool any_over(const uint8_t* p, uint32_t limit) {
     constexpr int kStep = int(sizeof(I));
+    const I magnitude = kBytes == 2 ? V::words(0x7FFF) : V::dwords(0x7FFFFFFF);
+    const auto over = [&](I x) {
+      return kBytes == 2 ? V::any_over16(x, V::words(uint16_t(limit))) : V::any_over32(x, V::dwords(limit));
+    };
+    I every = V::load_codes(p);
+    for (int i = kStep; i < kCount * kBytes; i += kStep) every = V::bor(every, V::load_codes(p + i));
+    if (!over(V::band(every, magnitude))) return false;
     I most = V::zero();
     for (int i = 0; i < kCount * kBytes; i += kStep) {
-      const I x = V::load_bytes(p + i);
-      most = kBytes == 2 ? V::max_i16(most, V::band(x, V::words(0x7FFF)))
-                         : V::max_i32(most, V::band(x, V::dwords(0x7FFFFFFF)));
+      const I x = V::band(V::load_codes(p + i), magnitude);
+      most = kBytes == 2 ? V::max_i16(most, x) : V::max_i32(most, x);
     }
-    return kBytes == 2 ? V::any_over16(most, V::words(uint16_t(limit))) : V::any_over32(most, V::dwords(limit));
+    return over(most);
   }
 
   // -- codes
-  template <int kNibble>
-  static HLM_INLINE B nibbles(B a) {
-    return V::band(kNibble ? V::template shr16<4>(a) : a, V::bytes(15));
-  }
   static HLM_INLINE B merge_nibbles(B low, B high) {
     return V::bor(V::band(low, V::bytes(15)), V::band(V::template shl16<4>(high), V::bytes(0xF0)));
   }
   static HLM_INLINE B flip(B a, uint8_t mask) { return V::bxor(a, V::bytes(mask)); }
 
+  template <int kNibble>
   static HLM_INLINE F4 lookup(const NibbleTable& table, B a) {
-    const I high = V::shuffle8(V::lanes16(table.high), a), low = V::shuffle8(V::lanes16(table.low), a);
-    return floats(V::zero(), V::zero(), V::low8(low, high), V::high8(low, high));
+    return widen_bf16(V::template lookup_words<kNibble>(table, a));
   }
 
   // Under the exponent of 2**23 a code is the last byte of 2**23 + code.
@@ -184,12 +197,13 @@ struct X86 : V {
     return out;
   }
   static HLM_INLINE Lanes draw(Lanes& lanes) {
+    const Lanes out = lanes;
     for (I& x : lanes.v) {
       x = V::bxor(x, V::template shl32<13>(x));
       x = V::bxor(x, V::template shr32<17>(x));
       x = V::bxor(x, V::template shl32<5>(x));
     }
-    return lanes;
+    return out;
   }
   // The lower and the upper bytes of a draw's words: m's noise, and exchanged v's.
   template <int kSub>
@@ -203,8 +217,8 @@ struct X86 : V {
     return {{V::bxor(a.v[0], upper), V::bxor(a.v[0], V::next_dword(upper))}};
   }
   template <int kSub>
-  static HLM_INLINE W2 noise_words(Lanes& lanes, Lanes&) {
-    return V::next_words([&] { return draw(lanes); });
+  static HLM_INLINE W2 noise_words(const Draw (&draws)[2]) {
+    return {{draws[0].v[kSub], draws[1].v[kSub]}};
   }
 
  private:

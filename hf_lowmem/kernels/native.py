@@ -28,7 +28,7 @@ from .. import codec
 from .adam import AdamConstants, AdamTensor
 from .adam import adam_step as torch_adam_step
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 UNIT = 256  # values of a unit of work (HLM_UNIT)
 SMALLEST_PIECE = 1 << 16  # values for which waking another thread pays
 LOOKED_AT = 1 << 22  # values that all_finite hands a thread at a time
