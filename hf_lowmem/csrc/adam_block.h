@@ -186,9 +186,9 @@ class AdamBlocks {
       for (int k = 0; k < 4; k++) {
         G::store(now_->m + at.ordinal + k * (G::kGroup / 4), m.v[k]);
         G::store(now_->root + at.ordinal + k * (G::kGroup / 4), root.v[k]);
+        max_m_ = G::max(max_m_, G::abs(m.v[k]));
+        max_root_ = G::max(max_root_, root.v[k]);
       }
-      max_m_ = G::max(max_m_, G::max(G::max_abs(m.v[0], m.v[1]), G::max_abs(m.v[2], m.v[3])));
-      max_root_ = G::max(max_root_, G::max(G::max(root.v[0], root.v[1]), G::max(root.v[2], root.v[3])));
     } else {
       store_floats(data_.m, at, m);
       store_floats(data_.v, at, v);

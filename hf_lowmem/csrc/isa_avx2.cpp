@@ -27,10 +27,6 @@ struct Vec256 {
   HLM_X86_OPERATIONS(_mm256, si256)
 
   static HLM_INLINE void largest(F a, F b, float& most_a, float& most_b) { largest_of(a, b, most_a, most_b); }
-  static HLM_INLINE F max_abs(F a, F b) {
-    const F magnitude = as_float(dwords(0x7FFFFFFF));
-    return max(_mm256_and_ps(a, magnitude), _mm256_and_ps(b, magnitude));
-  }
 
   // -- memory
   static HLM_INLINE I load_codes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }

@@ -27,7 +27,6 @@ struct Vec512 {
     largest_of(_mm256_max_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1)),
                _mm256_max_ps(_mm512_castps512_ps256(b), _mm512_extractf32x8_ps(b, 1)), most_a, most_b);
   }
-  static HLM_INLINE F max_abs(F a, F b) { return _mm512_range_ps(a, b, 0x0B); }  // 11: magnitudes' maximum; 10: no sign
 
   // -- memory
   static HLM_INLINE I load_codes(const void* p) { return _mm512_loadu_si512(p); }

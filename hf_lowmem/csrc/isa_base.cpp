@@ -72,7 +72,6 @@ struct Base {
   static HLM_INLINE F max(F a, F b) {
     return map([&](int i) { return a.x[i] > b.x[i] ? a.x[i] : b.x[i]; });
   }
-  static HLM_INLINE F max_abs(F a, F b) { return max(abs(a), abs(b)); }
   static HLM_INLINE float largest(F a) {
     float most = a.x[0];
     for (int i = 1; i < kWidth; i++) most = a.x[i] > most ? a.x[i] : most;

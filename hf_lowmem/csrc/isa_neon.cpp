@@ -31,7 +31,6 @@ struct Neon {
   static HLM_INLINE F sqrt(F a) { return vsqrtq_f32(a); }
   static HLM_INLINE F abs(F a) { return vabsq_f32(a); }
   static HLM_INLINE F max(F a, F b) { return vmaxq_f32(a, b); }
-  static HLM_INLINE F max_abs(F a, F b) { return max(abs(a), abs(b)); }
   static HLM_INLINE void largest(F a, F b, float& most_a, float& most_b) {
     most_a = vmaxvq_f32(a);
     most_b = vmaxvq_f32(b);
