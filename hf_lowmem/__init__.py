@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .attachment import attach as attach
     from .attachment import detach as detach
     from .config import LowMemConfig as LowMemConfig
+    from .loading import load as load
     from .optim import LowBitAdamW as LowBitAdamW
     from .trainer import LowMemMixin as LowMemMixin
     from .trainer import LowMemTrainer as LowMemTrainer
@@ -31,6 +32,7 @@ _HOMES = {
     "attach": "attachment",
     "create_optimizer": "trainer",
     "detach": "attachment",
+    "load": "loading",
 }
 __all__ = [  # noqa: PLE0604 - the names of _HOMES exist, by __getattr__
     "__version__",

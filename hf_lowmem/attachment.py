@@ -53,7 +53,7 @@ def attach(model: nn.Module, config: LowMemConfig, device: torch.device | str | 
 def hang(
     model: nn.Module, blocks: list[Block], device: torch.device, debug: bool, shelf: RamShelf | None = None
 ) -> Streamer:
-    """Attaches these blocks of a model: on the shelf given, where their weights may be already, or else on a new one."""
+    """Attaches these blocks of a model: on the shelf given, where their weights may be already, or else a new one."""
     if shelf is None:
         shelf = RamShelf([b.layer for b in blocks], [b.gradient_layer for b in blocks], pin=device.type == "cuda")
     link = CudaLink(_with_index(device)) if device.type == "cuda" else HostLink()
