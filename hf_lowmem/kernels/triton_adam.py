@@ -107,7 +107,7 @@ def _word(number, draw, block, key_low, key_high, DRAWS: tl.constexpr):
     """Word ``number`` of the ``draw``-th draw of a block, counted from 0."""
     x = _seed(number // 2, block, key_low, key_high)
     out = x
-    for i in tl.static_range(DRAWS):
+    for i in tl.static_range(1, DRAWS):
         x = x ^ (x << 13)
         x = x ^ (x >> 17)
         x = x ^ (x << 5)
@@ -118,12 +118,17 @@ def _word(number, draw, block, key_low, key_high, DRAWS: tl.constexpr):
 @triton.jit
 def _rounding_words(value, first, block, key_low, key_high, DRAWS: tl.constexpr):
     """The word whose bytes round a value's moments, and the one whose upper byte its extension takes besides."""
-    group = (value % 64) // 16 * 8
-    at = value % 8
-    beside = tl.where(value % 16 < 8, at, (at + 2) % 8)
+    number = value % 32
+    beside = tl.where(value % 64 < 32, number, number // 8 * 8 + (number + 2) % 8)
     draw = first + value // 64
-    own = _word(group + at, draw, block, key_low, key_high, DRAWS)
-    return own, _word(group + beside, draw, block, key_low, key_high, DRAWS)
+    own = _word(number, draw, block, key_low, key_high, DRAWS)
+    return own, _word(beside, draw, block, key_low, key_high, DRAWS)
+
+
+@triton.jit
+def _place(value):
+    """The byte of its half's 64 in which a value's 4-bit code lies: codec.StateCodec."""
+    return value % 32 // 8 * 16 + value // 32 * 8 + value % 8
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------
@@ -261,7 +266,7 @@ def _step(
         m_unit = tl.load(m_scale_ptr + row, mask=there, other=0.0) * b_m
         root_unit = tl.load(v_scale_ptr + row, mask=there, other=0.0) * b_v
         if BITS == 4:
-            byte = row * 64 + value % 64
+            byte = row * 64 + _place(value % 64)
             nibble = (value // 64) * 4
             m_code = (tl.load(m_ptr + byte, mask=there, other=0).to(tl.int32) >> nibble) & 15
             v_code = (tl.load(v_ptr + byte, mask=there, other=0).to(tl.int32) >> nibble) & 15
@@ -307,7 +312,7 @@ def _step(
     else:
         TOP: tl.constexpr = 384.0 if BITS == 4 else 504.0
         MANTISSA: tl.constexpr = 1 if BITS == 4 else 5
-        first_half = value % 16 < 8
+        first_half = value % 64 < 32
         m_noise, v_noise = tl.where(first_half, lower, upper), tl.where(first_half, upper, lower)
         weyl = block.to(tl.uint32) * 0x9E3779B9 + key_high.to(tl.uint32, bitcast=True)
         m_dither, v_dither = ((weyl >> 20) & 63).to(tl.int32), (weyl >> 26).to(tl.int32)
@@ -325,7 +330,7 @@ def _step(
             # Both halves of a byte: the values 64 apart meet in a sum, where each one's bits are zero in the other's.
             m_byte = tl.sum(tl.reshape(m_code << nibble, (ROWS, 2, 64)), axis=1)
             v_byte = tl.sum(tl.reshape(v_code << nibble, (ROWS, 2, 64)), axis=1)
-            to = row * 64 + tl.arange(0, 64)[None, :]
+            to = row * 64 + _place(tl.arange(0, 64)[None, :])
             tl.store(m_ptr + to, m_byte.to(tl.uint8), mask=write_block)
             tl.store(v_ptr + to, v_byte.to(tl.uint8), mask=write_block)
         else:
