@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -11,6 +14,7 @@ from test_attachment import LateLink, assert_at_home
 from torch import nn
 
 from hf_lowmem import LowBitAdamW, LowMemConfig, attach, attachment, detach
+from hf_lowmem.kernels import native
 from hf_lowmem.trainer import overlap
 
 BLOCKS = 5
@@ -38,6 +42,17 @@ class Chain(nn.Module):
         return x
 
 
+def late(step):
+    """The kernel, taking its time where it runs beside the model."""
+
+    def slow(tensors, threads=None):
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.002)
+        return step(tensors, threads)
+
+    return slow
+
+
 class Machine(RuleBasedStateMachine):
     @initialize(
         seed=st.integers(0, 1000), offload=st.sampled_from(["cpu", "0.6"]), debug=st.booleans(), early=st.booleans()
@@ -46,6 +61,7 @@ class Machine(RuleBasedStateMachine):
         torch.set_num_threads(1)
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(attachment, "HostLink", lambda: LateLink(seed))
+        self.patch.setattr(native, "adam_step", late(native.adam_step))
         self.reference, self.model = Chain(), Chain()
         self.streamer = attach(self.model, LowMemConfig(offload=offload, debug=debug))
         self.optimizers = [LowBitAdamW(m.parameters(), lr=1e-2, state_bits=32) for m in (self.reference, self.model)]
