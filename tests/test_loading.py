@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AlbertConfig,
+    AlbertForMaskedLM,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     LlamaConfig,
@@ -174,6 +176,18 @@ def test_a_model_s_own_class_and_the_stock_arguments(checkpoints) -> None:
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert len(streamer_of(ours).blocks) == 4
     assert load(checkpoints / "untied", CPU, "cpu", attn_implementation="eager").config._attn_implementation == "eager"
+
+
+def test_a_name_in_the_hub_s_cache(checkpoints, tmp_path) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    model = tmp_path / "models--somebody--tiny"
+    shutil.copytree(checkpoints / "sharded", model / "snapshots" / commit)
+    (model / "refs").mkdir()
+    (model / "refs/main").write_text(commit)
+    ours = load("somebody/tiny", CPU, "cpu", cache_dir=tmp_path, local_files_only=True)
+    stock = AutoModelForCausalLM.from_pretrained("somebody/tiny", cache_dir=tmp_path, local_files_only=True)
+    assert_equal_models(stock, ours)
+    assert_at_home(ours)
 
 
 # -- what does not fit --------------------------------------------------------------------------------------------
@@ -410,12 +424,12 @@ def test_arguments_that_are_refused(checkpoints, kwargs, message) -> None:
         load(checkpoints / "untied", CPU, "cpu", **kwargs)
 
 
-def test_a_model_without_blocks(checkpoints, monkeypatch) -> None:
-    monkeypatch.setattr("hf_lowmem.attachment.GradientCheckpointingLayer", type("Nothing", (), {}))
-    monkeypatch.setattr("hf_lowmem.attachment._alike", lambda modules: False)
-    with pytest.raises(ValueError, match=r'LlamaForCausalLM has no blocks that could be streamed.*offload="none"'):
-        load(checkpoints / "untied", CPU, "cpu")
-    assert streamer_of(load(checkpoints / "untied", LowMemConfig(), "cpu")) is None
+def test_a_model_without_blocks(tmp_path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "embedding_size": 8}
+    AlbertForMaskedLM(AlbertConfig(vocab_size=16, **sizes)).save_pretrained(tmp_path)  # one block, used many times
+    with pytest.raises(ValueError, match=r'AlbertForMaskedLM has no blocks that could be streamed.*offload="none"'):
+        load(tmp_path, CPU, "cpu", model_class=AlbertForMaskedLM)
+    assert streamer_of(load(tmp_path, LowMemConfig(), "cpu", model_class=AlbertForMaskedLM)) is None
 
 
 @pytest.mark.parametrize("offload", ["cpu", "none"])
