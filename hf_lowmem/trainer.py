@@ -315,7 +315,7 @@ class LowMemMixin(_TrainerBase):
         if self.model_init is None:
             self._attach(self.model, self.args.device)
         callbacks = self.callback_handler.callbacks
-        if self.lowmem.offload_share and not any(isinstance(callback, SettleCallback) for callback in callbacks):
+        if self._streams() and not any(isinstance(callback, SettleCallback) for callback in callbacks):
             callbacks.insert(0, SettleCallback(self))
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -340,7 +340,7 @@ class LowMemMixin(_TrainerBase):
     def create_accelerator_and_postprocess(self) -> None:
         """See ``Trainer``. A model that is only evaluated, TRL's reference say, is streamed like the trained one."""
         super().create_accelerator_and_postprocess()
-        if not self.lowmem.offload_share:
+        if not self._streams():
             return
         prepare = self.accelerator.prepare_model
 
@@ -354,11 +354,16 @@ class LowMemMixin(_TrainerBase):
     def _attach(self, model: nn.Module, device: torch.device) -> None:
         if self.lowmem.offload_share and streamer_of(model) is None:
             attach(model, self.lowmem, device)
+        if streamer_of(model) is not None:  # also by load, or by the user
             use_chunked_loss(model)
+
+    def _streams(self) -> bool:
+        model = getattr(self, "model", None)
+        return self.lowmem.offload_share > 0 or (model is not None and streamer_of(model) is not None)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         args = super()._build_accelerator_args(**kwargs)
-        if self.lowmem.offload_share:
+        if self._streams():
             # Autocast keeps a copy of every weight that it has cast until the forward ends: of all streamed blocks.
             args["kwargs_handlers"] = [*args.get("kwargs_handlers", []), AutocastKwargs(cache_enabled=False)]
         return args

@@ -142,3 +142,20 @@ def test_the_stock_trainer_does_not_ignore_offload(tiny, tmp_path) -> None:
         tiny.weights(tiny.fit(Trainer, tmp_path, model=model, **settings).model),
         tiny.weights(tiny.fit(Trainer, tmp_path, optim="cpu_adam4bit").model),
     )
+
+
+def test_a_model_attached_before_is_trained_alike(tiny, tmp_path) -> None:
+    """By load or by hand; LowMemTrainer need not be told."""
+    from hf_lowmem import LowMemConfig, attach
+    from hf_lowmem.loss import chunked_causal_loss
+    from hf_lowmem.trainer import SettleCallback
+
+    model = tiny.model(num_hidden_layers=4)
+    attach(model, LowMemConfig(offload="cpu"))
+    changes = {"optim": "cpu_adam4bit", "bf16": True}
+    runs = [fit(tiny, tmp_path, "none", **changes), fit(tiny, tmp_path, "none", model=model, **changes)]
+    assert_same(tiny, *runs)
+    assert any(isinstance(callback, SettleCallback) for callback in runs[1].callback_handler.callbacks)
+    assert not any(isinstance(callback, SettleCallback) for callback in runs[0].callback_handler.callbacks)
+    assert runs[1].accelerator.autocast_handler.cache_enabled is False
+    assert model.loss_function is chunked_causal_loss
