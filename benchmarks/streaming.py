@@ -4,7 +4,7 @@
 
 A Llama shape with random weights, sequences of random tokens, activations recomputed. First the model resident on the
 uncapped card, forward and backward, without any optimizer; then streamed under the cap, without and with the optimizer
-and its clipping. One process; the median of the steps behind the first two.
+(`early`: without clipping, updated during backward). One process; the median of the steps behind the first two.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_lowmem import LowMemConfig, attach, create_optimizer
 from hf_lowmem.attachment import streamer_of
 from hf_lowmem.config import parse_bytes
+from hf_lowmem.loss import use_chunked_loss
 from hf_lowmem.trainer import _total_norm, overlap
 
+DEVICE = "cuda"
 SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, tied
     "1.2b": (2048, 8192, 16, 32, 8, True),
     "3.2b": (3072, 8192, 28, 24, 8, True),
@@ -52,7 +54,7 @@ def make_model(size: str, vocabulary: int) -> LlamaForCausalLM:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with torch.device("cuda"):
+        with torch.device(DEVICE):
             model = LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(torch.float32)
@@ -76,20 +78,25 @@ def step_seconds(
         model.zero_grad()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return statistics.median(times[2:]), loss.item()
+    return statistics.median(times[2:] or times), loss.item()
 
 
 class Update:
-    """A step of the default recipe with clipping at 1, as LowMemTrainer makes it."""
+    """A step of the default recipe as LowMemTrainer makes it, with clipping at 1, or early and without clipping."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, early: bool) -> None:
+        self.early = early
         self.params = list(model.parameters())
         self.streamer = streamer_of(model)
         self.optimizer = create_optimizer(model, LowMemConfig(), lr=1e-5)
         if self.streamer is not None:
             overlap(self.streamer, self.optimizer)
+            self.streamer.early = early
 
     def __call__(self) -> None:
+        if self.early:
+            self.optimizer.step()
+            return
         norm = _total_norm(self.params, self.streamer).item()
         self.optimizer.scale_gradients(min(1.0, 1.0 / (norm + 1e-6)), math.isfinite(norm))
         self.optimizer.step()
@@ -103,14 +110,26 @@ class Run:
     rss_gb: float
 
 
-def measure(args: argparse.Namespace, tokens: torch.Tensor, offload: str, with_update: bool) -> Run:
+def measure(args: argparse.Namespace, tokens: torch.Tensor, offload: str, updates: str) -> Run:
     model = make_model(args.size, args.vocabulary)
-    attach(model, LowMemConfig(offload=offload), "cuda")
-    update = Update(model) if with_update else None
+    attach(model, LowMemConfig(offload=offload), DEVICE)
+    update = None if updates == "no" else Update(model, early=updates == "early")
+    use_chunked_loss(model)
     torch.cuda.reset_peak_memory_stats()
     seconds, loss = step_seconds(model, tokens, args.steps, update)
+    if args.trace:
+        trace(model, tokens, update, args.trace / f"{args.size}-{offload}-{updates}.json")
     rss = psutil.Process().memory_info().rss / 1e9
     return Run(tokens.numel() / seconds, loss, torch.cuda.max_memory_allocated() / 1e9, rss)
+
+
+def trace(model: torch.nn.Module, tokens: torch.Tensor, update: Callable[[], None] | None, path: Path) -> None:
+    """Writes what the streams and the CPU's threads did in one step."""
+    activities = torch.profiler.supported_activities()  # the CPU's and, with a GPU, CUDA's
+    with torch.profiler.profile(activities=activities) as profile:
+        step_seconds(model, tokens, 1, update)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profile.export_chrome_trace(str(path))
 
 
 def main() -> None:
@@ -123,13 +142,14 @@ def main() -> None:
     parser.add_argument("--cap", default="24GB", help="GPU memory that the streamed runs may take")
     parser.add_argument("--offload", nargs="+", default=["cpu"])
     parser.add_argument(
-        "--updates", nargs="+", default=["no", "yes"], choices=["no", "yes"], help="with the optimizer or not"
+        "--updates", nargs="+", default=["no", "yes"], choices=["no", "yes", "early"], help="with the optimizer or not"
     )
+    parser.add_argument("--trace", type=Path, help="folder for a timeline of one more step each, for chrome://tracing")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
     total = torch.cuda.get_device_properties(0).total_memory
-    tokens = torch.randint(0, args.vocabulary, (args.batch, args.seq), device="cuda")
+    tokens = torch.randint(0, args.vocabulary, (args.batch, args.seq), device=DEVICE)
     lines = [
         f"Llama shape {args.size}, {args.batch} x {args.seq} tokens, activations recomputed.",
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}; offload other than none: under {args.cap}.",
@@ -141,7 +161,7 @@ def main() -> None:
     resident: Run | None = None
     for offload in ("none", *args.offload):
         for update in args.updates if resident else ["no"]:
-            run = measure(args, tokens, offload, update == "yes")
+            run = measure(args, tokens, offload, update)
             gc.collect()
             torch.cuda.empty_cache()
             resident = resident or run

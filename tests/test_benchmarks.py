@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,3 +82,36 @@ def test_uneven_blocks():
     _, updates, largest, _ = uneven_blocks.run(recipe, 0.5, 20, quadratic=False)
     assert updates.isfinite().all()
     assert largest > 0
+
+
+def test_streaming(tmp_path, monkeypatch):
+    """On a "device" in RAM; what it asks CUDA for its own figures is made up."""
+    import streaming
+
+    cuda = {
+        "synchronize": lambda: None,
+        "empty_cache": lambda: None,
+        "reset_peak_memory_stats": lambda: None,
+        "max_memory_allocated": lambda: 10**9,
+        "get_device_name": lambda: "none",
+        "get_device_properties": lambda i: SimpleNamespace(total_memory=10**11),
+        "set_per_process_memory_fraction": lambda share: None,
+    }
+    for name, function in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(streaming, "DEVICE", "cpu")
+    monkeypatch.setitem(streaming.SHAPES, "1.2b", (64, 128, 3, 4, 2, True))
+    out = tmp_path / "out.md"
+    argv = ["streaming.py", "--size", "1.2b", "--seq", "8", "--batch", "2", "--vocabulary", "50", "--steps", "4"]
+    argv += ["--updates", "no", "yes", "early", "--out", str(out), "--trace", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", argv)
+    streaming.main()
+    rows = [line.split("|") for line in out.read_text().splitlines() if line.startswith(("| none", "| cpu"))]
+    assert [[cell.strip() for cell in row[1:3]] for row in rows] == [
+        ["none", "no"],
+        ["cpu", "no"],
+        ["cpu", "yes"],
+        ["cpu", "early"],
+    ]
+    assert rows[0][5] == rows[1][5]  # the loss
+    assert (tmp_path / "1.2b-cpu-early.json").stat().st_size > 1000
