@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -15,13 +15,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .config import LowMemConfig
 from .link import CudaLink, HostLink
+from .loss import use_stock_loss
 from .shelf import RamShelf
 from .stream import Block, Streamer
 
 # Trained parameters that take no more than this share of a block's bytes, beside frozen ones, stay on the device: they
 # are adapters or norms, which many small copies would hold up more than their bytes are worth.
 SMALL_SHARE = 0.05
-_attached: weakref.WeakKeyDictionary[nn.Module, Streamer] = weakref.WeakKeyDictionary()
+_STREAMER = "_hf_lowmem_streamer"  # an attribute of each streamed block
 
 
 def attach(model: nn.Module, config: LowMemConfig, device: torch.device | str | None = None) -> Streamer | None:
@@ -40,13 +41,24 @@ def attach(model: nn.Module, config: LowMemConfig, device: torch.device | str | 
         The streamer; None with ``offload="none"``.
 
     Raises:
-        ValueError: the model has no blocks that could be streamed, or it is attached already.
+        TypeError: ``config`` is none.
+        ValueError: the model has no blocks that could be streamed, or it, or one within or around it, is attached.
     """
+    if isinstance(config, Mapping):
+        config = LowMemConfig.from_dict(config)
+    if not isinstance(config, LowMemConfig):
+        raise TypeError(
+            f'attach takes a LowMemConfig, not {config!r}: write attach(model, LowMemConfig(offload="cpu"))'
+        )
     share = config.offload_share
     if share == 0:
+        model.to(device_or_default(device))
         return None
-    if model in _attached:
-        raise ValueError(f"{type(model).__name__} is attached already: call detach(model) before it is attached anew")
+    if streamer_of(model) is not None:
+        raise ValueError(
+            f"{type(model).__name__}, or a model within it or around it, is attached already: call detach(model) "
+            "before it is attached anew"
+        )
     return hang(model, streamed_blocks(model, share), device_or_default(device), config.debug)
 
 
@@ -60,28 +72,40 @@ def hang(
     streamer = Streamer(model, blocks, shelf, link, debug=debug)
     for block in blocks:
         _keep_home(block)
+        vars(block.module)[_STREAMER] = streamer
+    inside = {m for block in blocks for m in block.module.modules()}
+    for module in model.modules():
+        if module not in inside:
+            module._apply = functools.partial(_apply_after_a_look, weakref.ref(module))  # type: ignore[method-assign]
     model.to(device)
-    _attached[model] = streamer
     return streamer
 
 
 def detach(model: nn.Module) -> None:
     """Takes the streamer off a model. Its streamed parameters stay where they are, in host memory.
 
+    Args:
+        model: the one that was attached, or one within it or around it (PEFT's wrapper, say).
+
     Raises: ValueError if none is attached.
     """
-    streamer = _attached.pop(model, None)
+    streamer = streamer_of(model)
     if streamer is None:
-        raise ValueError(f"{type(model).__name__} has no streamer: attach(model, config) has not been called on it")
+        raise ValueError(
+            f"{type(model).__name__} has no streamer: attach(model, config) has not been called on it, or with "
+            'offload="none"'
+        )
     streamer.remove()
-    for block in streamer.blocks:
-        for module, _ in _owners(block):
-            module.__dict__.pop("_apply", None)
+    for module in {*model.modules(), *(m for block in streamer.blocks for m in block.module.modules())}:
+        if isinstance(vars(module).get("_apply"), functools.partial):
+            del module._apply
+        vars(module).pop(_STREAMER, None)
+    use_stock_loss(model)
 
 
 def streamer_of(model: nn.Module) -> Streamer | None:
-    """The streamer that ``attach`` has hung on the model, or on one that it wraps."""
-    return next((_attached[module] for module in model.modules() if module in _attached), None)
+    """The streamer that ``attach`` has hung on the model, or on one within it or around it."""
+    return next((vars(module)[_STREAMER] for module in model.modules() if _STREAMER in vars(module)), None)
 
 
 # -- what is streamed ---------------------------------------------------------------------------------------------
@@ -117,6 +141,11 @@ def streamed_blocks(model: nn.Module, share: Fraction) -> list[Block]:
     found = find_blocks(model)
     count = len(found)
     chosen = [found[i] for i in range(count) if int((i + 1) * share) > int(i * share)]
+    if not chosen:
+        raise ValueError(
+            f"offload={float(share):g} of the {count} blocks of {type(model).__name__} is less than one block: write "
+            f'{1 / count:.3g} or more, or offload="none"'
+        )
     users = _users_of_parameters(model, found)
     blocks = []
     for name, module in chosen:
@@ -175,17 +204,34 @@ def _apply_to_the_rest(
     assert module is not None
     streamed = {name: module._parameters[name] for name in names}
     for name, p in streamed.items():
-        wanted = fn(torch.empty(0, dtype=p.dtype)).dtype  # type: ignore[union-attr]
-        if wanted != p.dtype:  # type: ignore[union-attr]
-            raise ValueError(
-                f"{type(module).__name__}.{name} is streamed in {p.dtype} and cannot be cast to {wanted} now: "  # type: ignore[union-attr]
-                "cast the model before it is attached, or call detach(model) first"
-            )
+        assert p is not None
+        _check_cast(f"{type(module).__name__}.{name}", p, fn)
+    for name in streamed:
         module._parameters[name] = None
     try:
         return type(module)._apply(module, fn, recurse)
     finally:
         module._parameters.update(streamed)
+
+
+def _apply_after_a_look(ref: weakref.ref[nn.Module], fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    """``_apply`` of a module around streamed blocks: a cast is refused before anything has been cast."""
+    module = ref()
+    assert module is not None
+    streamer = streamer_of(module) if recurse else None
+    for block in streamer.blocks if streamer is not None else ():
+        for name, p in block.params:
+            _check_cast(f"{block.name}.{name}", p, fn)
+    return type(module)._apply(module, fn, recurse)
+
+
+def _check_cast(name: str, p: Tensor, fn: Callable[[Tensor], Tensor]) -> None:
+    wanted = fn(torch.empty(0, dtype=p.dtype)).dtype
+    if wanted != p.dtype:
+        raise ValueError(
+            f"{name} is streamed in {p.dtype} and cannot be cast to {wanted} now: cast the model before it is "
+            "attached, or call detach(model) first"
+        )
 
 
 def device_or_default(device: torch.device | str | None) -> torch.device:

@@ -23,7 +23,6 @@ has saved of a weight is the weight again once it has been fetched again.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -60,7 +59,8 @@ class Block:
 
     Attributes:
         layer: how these lie in one slab.
-        gradient_layer: the same for the gradients of those that are trained; None if there are none.
+        trained: those that are trained.
+        gradient_layer: how their gradients lie in one slab; None if there are none.
         backward: whether it is in the state BACKWARD.
         to_come: forwards whose backward is still to come.
     """
@@ -70,18 +70,16 @@ class Block:
     params: Sequence[tuple[str, nn.Parameter]]
     number: int = -1
     layer: Layer = field(init=False)
+    trained: tuple[nn.Parameter, ...] = field(init=False)
     gradient_layer: Layer | None = field(init=False)
     backward: bool = field(default=False, init=False)
     to_come: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.layer = Layer.of([(name, p.data) for name, p in self.params])
-        trained = self.trained
-        self.gradient_layer = Layer.of([(str(i), p.data) for i, p in enumerate(trained)]) if trained else None
-
-    @property
-    def trained(self) -> list[nn.Parameter]:
-        return [p for _, p in self.params if p.requires_grad]
+        self.trained = tuple(p for _, p in self.params if p.requires_grad)
+        gradients = [(str(i), p.data) for i, p in enumerate(self.trained)]
+        self.gradient_layer = Layer.of(gradients) if gradients else None
 
 
 class _Copy:
@@ -203,7 +201,7 @@ class Streamer:
 
     # -- hooks ------------------------------------------------------------------------------------------------------
     def _hooks(self, model: nn.Module) -> Iterator[RemovableHandle]:
-        me = weakref.proxy(self)  # hooks and graphs must not keep the streamer alive
+        me = self  # blocks keep their streamer alive, and so do graphs: either may outlive the root
         yield model.register_forward_pre_hook(lambda module, args: me._new_round(), prepend=True)
         for module in model.modules():  # who reads weights by one of these waits for the optimizer
             yield module.register_state_dict_pre_hook(lambda module, prefix, keep_vars: me.synchronize())
@@ -258,12 +256,11 @@ class Streamer:
         if not inputs:
             return None
         self._given = {x.grad_fn for x in inputs}
-        me = weakref.proxy(self)
         latest = max(inputs, key=lambda x: -1 if x.grad_fn is None else x.grad_fn._sequence_nr())
         if latest.grad_fn is not None:
-            latest.register_hook(lambda gradient: me._after_backward(block))
+            latest.register_hook(lambda gradient: self._after_backward(block))
             return None
-        watched = _AfterBackward.apply(lambda: me._after_backward(block), latest)  # a leaf's turn is at once
+        watched = _AfterBackward.apply(lambda: self._after_backward(block), latest)  # a leaf's turn is at once
         args = tuple(watched if x is latest else x for x in args)
         return args, {name: watched if x is latest else x for name, x in kwargs.items()}
 
@@ -273,9 +270,8 @@ class Streamer:
             return
         outputs = {x.grad_fn for x in tree_flatten(out)[0] if isinstance(x, Tensor) and x.requires_grad}
         outputs -= {*given, None}  # what only passes through is not of this block
-        me = weakref.proxy(self)
         for node in outputs:  # after the hook of the block that takes the output, which is one on the tensor
-            node.register_prehook(lambda gradients: me._before_backward(block))  # type: ignore[union-attr]
+            node.register_prehook(lambda gradients: self._before_backward(block))  # type: ignore[union-attr]
         block.to_come += bool(outputs)
         if outputs and self._is_among_last(block):
             self._unbind(block)  # its copy stays: backward begins with it
@@ -290,8 +286,7 @@ class Streamer:
         if not self._ending:
             self._ending = True
             self.early_norms.clear()
-            me = weakref.proxy(self)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: me._end_of_backward())
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
         block.backward = True
         self._use(block)
         self._fetch_ahead(block, self._before)
@@ -395,6 +390,13 @@ class Streamer:
     def _send(self, block: Block) -> None:
         """Sends a block's gradients home, where they are its parameters' from here on; or to the optimizer at once."""
         place = self._places[block]
+        trained = set(block.trained)
+        for name, p in block.params:
+            if p.grad is not None and p not in trained:
+                raise RuntimeError(
+                    f"{block.name}.{name} was frozen when the model was attached and has a gradient now: call "
+                    "detach(model) and attach(model, config) after a parameter has been unfrozen"
+                )
         params = [p for p in block.trained if p.grad is not None]
         if not params:
             return

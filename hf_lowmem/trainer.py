@@ -13,6 +13,7 @@ import os
 import weakref
 import zipfile
 from collections.abc import Mapping, Sequence
+from functools import partialmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -301,6 +302,11 @@ class LowMemMixin(_TrainerBase):
             self.lowmem = merge(lowmem, None, None)
         else:
             self.lowmem = merge(lowmem, _our_name(training_args), training_args.optim_args)
+            if self.lowmem.offload_share and training_args.torch_compile:
+                raise ValueError(
+                    f'offload="{self.lowmem.offload}" moves weights under a compiled model, which torch.compile cannot '
+                    'follow: write torch_compile=False, or offload="none"'
+                )
         super().__init__(*args, **kwargs)
         given = self.optimizer_cls_and_kwargs[0] if self.optimizer_cls_and_kwargs else type(self.optimizer)
         if self.optimizer_cls_and_kwargs or not isinstance(self.optimizer, LowBitAdamW | None):
@@ -330,8 +336,16 @@ class LowMemMixin(_TrainerBase):
         streamer = None if self.model is None else streamer_of(self.model)
         if streamer is not None:
             unclipped = not self.args.max_grad_norm and self.accelerator.scaler is None
-            streamer.early = unclipped and self.accelerator.sync_gradients
+            streamer.early = unclipped and self.accelerator.sync_gradients and not self._gradients_are_others()
         return super().training_step(*args, **kwargs)
+
+    def _steps_are_others(self) -> bool:
+        return any(_is_others(type(self), name) for name in ("training_step", "compute_loss"))
+
+    def _gradients_are_others(self) -> bool:
+        """Whether somebody's own code may run several backwards a step, or change gradients after them."""
+        looks = (_may_look(callback, "on_pre_optimizer_step") for callback in self.callback_handler.callbacks)
+        return self._steps_are_others() or any(looks)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         self._attach(model, device)
@@ -429,8 +443,17 @@ def _total_norm(params: Sequence[nn.Parameter], streamer: Streamer | None) -> Te
 
 def overlap(streamer: Streamer, optimizer: Any) -> None:
     """Lets the optimizer update streamed blocks under the next forward, one after another."""
+    optimizer = _unwrapped(optimizer)
     optimizer.defer([p for _, p in block.params] for block in streamer.blocks)
     streamer.updates = optimizer
+
+
+_OURS = ("transformers.", "hf_lowmem.", "trl.", "accelerate.")  # whose methods look at no weights where others might
+
+
+def _is_others(cls: type, name: str) -> bool:
+    """Whether a method is somebody's own, and no library's."""
+    return not next(c for c in cls.__mro__ if name in vars(c)).__module__.startswith(_OURS)
 
 
 class SettleCallback(TrainerCallback):
@@ -443,15 +466,24 @@ class SettleCallback(TrainerCallback):
         if self._trainer.optimizer is not None:
             _unwrapped(self._trainer.optimizer).synchronize()
 
-    on_epoch_end = on_evaluate = on_predict = on_save = on_train_end = _settle
+    def _settle_if_others_look(self, event: str, *args: Any, **kwargs: Any) -> None:
+        looks = any(_may_look(callback, event) for callback in self._trainer.callback_handler.callbacks)
+        if event == "on_step_begin":  # the forward is next: code before it may read weights
+            looks = looks or self._trainer._steps_are_others()
+        if looks:
+            self._settle()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        ours = ("transformers.", "hf_lowmem.")  # these do not look at weights after a step
-        for callback in self._trainer.callback_handler.callbacks:
-            looks = type(callback).on_step_end is not TrainerCallback.on_step_end
-            if looks and not type(callback).__module__.startswith(ours):
-                self._settle()
-                return
+
+def _may_look(callback: TrainerCallback, event: str) -> bool:
+    of_trl = type(callback).__module__.startswith("trl.")  # SyncRefModelCallback reads weights
+    defined = getattr(type(callback), event, None) is not getattr(TrainerCallback, event)
+    return defined and (of_trl or _is_others(type(callback), event))
+
+
+for _event in (name for name in dir(TrainerCallback) if name.startswith("on_")):
+    always = _event in ("on_epoch_end", "on_evaluate", "on_predict", "on_save", "on_train_end")
+    method = SettleCallback._settle if always else partialmethod(SettleCallback._settle_if_others_look, _event)
+    setattr(SettleCallback, _event, method)
 
 
 class LowMemTrainer(LowMemMixin, Trainer):

@@ -317,7 +317,7 @@ def test_a_cast_is_refused_by_name(tiny) -> None:
     attach(model, LowMemConfig(offload="cpu"))
     with pytest.raises(ValueError, match=r"streamed in torch.float32 and cannot be cast to torch.bfloat16 now: cast"):
         model.to(torch.bfloat16)
-    assert {p.dtype for p in model.model.layers.parameters()} == {torch.float32}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert all(p is not None for p in model.parameters())
 
 
@@ -335,8 +335,15 @@ def test_what_cannot_be_streamed_says_so(tiny) -> None:
         attach(nn.Linear(3, 3), LowMemConfig(offload="cpu"))
     model = tiny.model()
     attach(model, LowMemConfig(offload="cpu"))
-    with pytest.raises(ValueError, match="LlamaForCausalLM is attached already"):
-        attach(model, LowMemConfig(offload="cpu"))
+    for again in (model, model.model):
+        with pytest.raises(ValueError, match="or a model within it or around it, is attached already"):
+            attach(again, LowMemConfig(offload="cpu"))
+    with pytest.raises(
+        ValueError, match=r"offload=0.1 of the 2 blocks of LlamaForCausalLM is less than one block: write 0.5"
+    ):
+        attach(tiny.model(), {"offload": 0.1})
+    with pytest.raises(TypeError, match="attach takes a LowMemConfig, not 'cpu'"):
+        attach(tiny.model(), "cpu")
     with pytest.raises(ValueError, match="LlamaForCausalLM has no streamer"):
         detach(tiny.model())
 
@@ -405,3 +412,45 @@ def test_a_model_takes_its_streamer_along() -> None:
     del model
     gc.collect()
     assert streamer() is None
+
+
+def test_blocks_outlive_the_model_around_them(tiny) -> None:
+    """As after PEFT's merge_and_unload, when the wrapper that was attached is gone."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(tiny.model(), LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    attach(model, LowMemConfig(offload="cpu"))
+    run(model)
+    inner = model.merge_and_unload()
+    del model
+    gc.collect()
+    tokens = torch.tensor([[5, 6, 7]])
+    before = inner(input_ids=tokens).logits
+    inner.state_dict()
+    detach(inner)
+    assert torch.equal(inner(input_ids=tokens).logits, before)
+    inner.to(torch.bfloat16)
+
+
+def test_detached_between_forward_and_backward(tiny) -> None:
+    results = []
+    for streamed in (False, True):
+        model = tiny.model().train()
+        if streamed:
+            attach(model, LowMemConfig(offload="cpu"))
+        tokens = torch.tensor([[5, 6, 7]])
+        loss = model(input_ids=tokens, labels=tokens).loss
+        if streamed:
+            detach(model)
+        loss.backward()
+        results.append((loss.item(), gradients(model)))
+    assert_same(*results)
+
+
+def test_unfrozen_after_it_was_attached(tiny) -> None:
+    model = tiny.model().train()
+    model.model.layers[1].requires_grad_(False)
+    attach(model, LowMemConfig(offload="cpu"))
+    model.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"layers\.1\..*was frozen when the model was attached.*call detach"):
+        run(model)

@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "shelf": {"layer", "memory"},
     "link": set(),
     "stream": {"layer", "link", "shelf"},
-    "attachment": {"config", "link", "shelf", "stream"},
+    "attachment": {"config", "link", "loss", "shelf", "stream"},
     "loading": {"attachment", "config", "layer", "shelf", "stream"},
     "registration": {"config", "trainer"},
     "trainer": {"attachment", "config", "loss", "optim", "stream"},

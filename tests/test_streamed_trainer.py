@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 from transformers import TrainerCallback
 
 from hf_lowmem import LowMemTrainer
 from hf_lowmem.attachment import streamer_of
+from hf_lowmem.kernels import native
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 QUIET = {"train_runtime", "train_samples_per_second", "train_steps_per_second"}
@@ -159,3 +163,92 @@ def test_a_model_attached_before_is_trained_alike(tiny, tmp_path) -> None:
     assert not any(isinstance(callback, SettleCallback) for callback in runs[0].callback_handler.callbacks)
     assert runs[1].accelerator.autocast_handler.cache_enabled is False
     assert model.loss_function is chunked_causal_loss
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+def test_a_trainer_trains_twice(tiny, tmp_path, max_grad_norm) -> None:
+    runs = []
+    for offload in ("none", "cpu"):
+        trainer = fit(tiny, tmp_path / offload, offload, optim="cpu_adam4bit", max_grad_norm=max_grad_norm)
+        trainer.train()
+        runs.append(trainer)
+    assert_same(tiny, *runs)
+
+
+def slow_updates(monkeypatch) -> None:
+    step = native.adam_step
+
+    def slow(tensors, threads=None):
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.01)
+        return step(tensors, threads)
+
+    monkeypatch.setattr(native, "adam_step", slow)
+
+
+@pytest.mark.parametrize(
+    "event", ["on_optimizer_step", "on_step_begin", "on_log", "on_step_end", "on_pre_optimizer_step"]
+)
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+def test_callbacks_see_updated_weights(tiny, tmp_path, monkeypatch, event, max_grad_norm) -> None:
+    slow_updates(monkeypatch)
+    seen = []
+    for offload in ("none", "cpu"):
+        weights: list[torch.Tensor] = []
+
+        def look(self, args, state, control, model=None, weights=weights, **kwargs):
+            weights += [p.detach().clone() for p in model.parameters()]
+
+        watcher = type("Watcher", (TrainerCallback,), {event: look})()
+        fit(
+            tiny, tmp_path, offload, optim="cpu_adam4bit", max_grad_norm=max_grad_norm, trainer={"callbacks": [watcher]}
+        )
+        seen.append(weights)
+    assert seen[0]
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+class Penalised(LowMemTrainer):
+    """Reads weights before the forward."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        penalty = sum(p.square().sum() for p in model.parameters())
+        return super().compute_loss(model, inputs, *args, **kwargs) + 0.01 * penalty
+
+
+class Twice(LowMemTrainer):
+    """Two backwards a step."""
+
+    def training_step(self, *args, **kwargs):
+        super().training_step(*args, **kwargs)
+        return super().training_step(*args, **kwargs)
+
+
+@pytest.mark.parametrize("cls", [Penalised, Twice])
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+def test_trainers_of_ones_own(tiny, tmp_path, monkeypatch, cls, max_grad_norm) -> None:
+    slow_updates(monkeypatch)
+    runs = []
+    for offload in ("none", "cpu"):
+        model = tiny.model(num_hidden_layers=4)
+        args = {"optim": "cpu_adam4bit", "optim_args": f"offload={offload}", "max_grad_norm": max_grad_norm}
+        runs.append(tiny.fit(cls, tmp_path, model=model, **args))
+    assert_same(tiny, *runs)
+
+
+def test_gradients_changed_by_a_callback_count(tiny, tmp_path) -> None:
+    class Sign(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            for p in model.parameters():
+                p.grad.sign_()
+
+    runs = [
+        fit(tiny, tmp_path, offload, optim="cpu_adam4bit", max_grad_norm=0.0, trainer={"callbacks": [Sign()]})
+        for offload in ("none", "cpu")
+    ]
+    assert tiny.equal_bits(*(tiny.weights(run.model) for run in runs))
+
+
+def test_torch_compile_is_refused(tiny, tmp_path) -> None:
+    with pytest.raises(ValueError, match=r'offload="cpu" moves weights under a compiled model.*torch_compile=False'):
+        fit(tiny, tmp_path, "cpu", optim="cpu_adam4bit", torch_compile=True)
