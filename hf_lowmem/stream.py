@@ -178,6 +178,7 @@ class Streamer:
             self._release(block)
         self._ending = False
         self.link.finish()
+        self._sent.clear()
         self.synchronize()
 
     def synchronize(self) -> None:
@@ -201,19 +202,19 @@ class Streamer:
 
     # -- hooks ------------------------------------------------------------------------------------------------------
     def _hooks(self, model: nn.Module) -> Iterator[RemovableHandle]:
-        me = self  # blocks keep their streamer alive, and so do graphs: either may outlive the root
-        yield model.register_forward_pre_hook(lambda module, args: me._new_round(), prepend=True)
+        """Hooks, and what they leave in graphs, keep the streamer alive: blocks and graphs may outlive the root."""
+        yield model.register_forward_pre_hook(lambda module, args: self._new_round(), prepend=True)
         for module in model.modules():  # who reads weights by one of these waits for the optimizer
-            yield module.register_state_dict_pre_hook(lambda module, prefix, keep_vars: me.synchronize())
-            yield module.register_load_state_dict_pre_hook(lambda *args: me.synchronize())
+            yield module.register_state_dict_pre_hook(lambda module, prefix, keep_vars: self.synchronize())
+            yield module.register_load_state_dict_pre_hook(lambda *args: self.synchronize())
         for block in self.blocks:
             yield block.module.register_forward_pre_hook(
-                lambda module, args, kwargs, block=block: me._before_forward(block, args, kwargs),
+                lambda module, args, kwargs, block=block: self._before_forward(block, args, kwargs),
                 with_kwargs=True,
                 prepend=True,
             )
             yield block.module.register_forward_hook(
-                lambda module, args, out, block=block: me._after_forward(block, out), always_call=True
+                lambda module, args, out, block=block: self._after_forward(block, out), always_call=True
             )
 
     def _new_round(self) -> None:
