@@ -192,14 +192,16 @@ def test_a_name_in_the_hub_s_cache(checkpoints, tmp_path) -> None:
 
 # -- what does not fit --------------------------------------------------------------------------------------------
 @pytest.fixture
-def warned(monkeypatch):
+def warned():
     records = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: records.append(record.getMessage())
     log = logging.getLogger("transformers.modeling_utils")
+    level = log.level
     log.addHandler(handler)
-    monkeypatch.setattr(log, "level", logging.WARNING)
+    log.setLevel(logging.WARNING)  # not by the attribute: a logger remembers which levels are enabled
     yield records
+    log.setLevel(level)
     log.removeHandler(handler)
 
 
