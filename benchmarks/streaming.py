@@ -26,7 +26,7 @@ from hf_lowmem import LowMemConfig, attach, create_optimizer
 from hf_lowmem.attachment import streamer_of
 from hf_lowmem.config import parse_bytes
 from hf_lowmem.loss import use_chunked_loss
-from hf_lowmem.trainer import _total_norm, overlap
+from hf_lowmem.trainer import overlap, total_norm
 
 DEVICE = "cuda"
 SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, tied
@@ -97,7 +97,7 @@ class Update:
         if self.early:
             self.optimizer.step()
             return
-        norm = _total_norm(self.params, self.streamer).item()
+        norm = total_norm(self.params, self.streamer).item()
         self.optimizer.scale_gradients(min(1.0, 1.0 / (norm + 1e-6)), math.isfinite(norm))
         self.optimizer.step()
 

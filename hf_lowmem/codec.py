@@ -304,6 +304,11 @@ def _signed_byte(x: Tensor) -> Tensor:
     return ((x & 255) ^ 128).sub(128).to(torch.int8)
 
 
+def bits_of(x: Tensor) -> Tensor:
+    """A tensor of 2- or 4-byte floats as integers of their width."""
+    return x.view(torch.int32 if x.element_size() == 4 else torch.int16)
+
+
 # -- arithmetic -------------------------------------------------------------------------------------------------
 def fma(a: Tensor | float, b: Tensor, c: Tensor) -> Tensor:
     """``a * b + c`` in fp32, rounded once.

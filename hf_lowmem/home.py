@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import codec
 from .memory import PinnedArena
-from .staging import bits_of, sum_of_bits
+from .staging import sum_of_bits
 from .state import State
 
 Mark = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype, torch.device]
@@ -65,7 +65,7 @@ def take_weight(p: Tensor, state: State, home: Home, old: Home | None, wanted: i
         now.copy_(p.detach().reshape(-1))
     same = None
     if before is not None:
-        same = torch.zeros_like(now, dtype=torch.bool) if unknown else bits_of(before) == bits_of(now)
+        same = torch.zeros_like(now, dtype=torch.bool) if unknown else codec.bits_of(before) == codec.bits_of(now)
     extension, master = state.pop("extension", None), state.pop("master", None)
     home.weight = home.resident = now
     if wanted == 24:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -14,11 +13,6 @@ from .home import Mark, mark
 from .kernels.adam import AdamTensor
 from .staging import sum_of_bits
 from .state import State
-
-
-def available() -> bool:
-    """Whether Triton, and so the kernel, is there."""
-    return find_spec("triton") is not None
 
 
 @dataclass

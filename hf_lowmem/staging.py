@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from . import codec
 from .kernels import native
 from .kernels.adam import AdamTensor
 from .memory import PinnedArena
@@ -252,17 +253,12 @@ def _total(param: Tensor) -> Tensor:
     return sum_of_bits(param.grad)
 
 
-def bits_of(x: Tensor) -> Tensor:
-    """A tensor of 2- or 4-byte floats as integers of their width."""
-    return x.view(torch.int32 if x.element_size() == 4 else torch.int16)
-
-
 def sum_of_bits(x: Tensor) -> Tensor:
     """A sum over the bits of a tensor, ``int64``, where the tensor is; to be compared with later ones of that tensor.
 
     The change of any one value shows; some changes of several values do not (two that change places, say).
     """
-    bits = bits_of(x.detach())
+    bits = codec.bits_of(x.detach())
     width = 8 // bits.element_size()
     whole = x.numel() // width * width
     aligned = bits.data_ptr() % 8 == 0 and bits.storage_offset() % width == 0

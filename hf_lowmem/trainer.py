@@ -410,7 +410,7 @@ class LowMemMixin(_TrainerBase):
         self.accelerator.unscale_gradients()
         params = list(model.parameters())
         grads = [p.grad for p in params if p.grad is not None]
-        norm = _total_norm(params, streamer_of(model))
+        norm = total_norm(params, streamer_of(model))
         finite = bool(norm.isfinite())
         if not finite and all(bool(g.isfinite().all()) for g in grads):  # the gradients' own dtype was too narrow
             norm = torch.stack([g.double().norm().to(norm.device) for g in grads]).norm()
@@ -420,7 +420,7 @@ class LowMemMixin(_TrainerBase):
         return norm
 
 
-def _total_norm(params: Sequence[nn.Parameter], streamer: Streamer | None) -> Tensor:
+def total_norm(params: Sequence[nn.Parameter], streamer: Streamer | None) -> Tensor:
     """torch.nn.utils.get_total_norm of the parameters' gradients, with what the streamer has measured on their way."""
     norms: dict[nn.Parameter, Tensor] = {} if streamer is None else dict(streamer.early_norms)
     grads = {p: p.grad for p in params if p.grad is not None and p not in norms}

@@ -8,7 +8,6 @@ one: the kernels are launched with ``enable_fp_fusion=False``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -19,7 +18,7 @@ from .. import codec
 from .adam import AdamTensor
 
 TILE = 1024  # values that a program steps at once
-WEIGHTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def adam_step(tensors: Sequence[AdamTensor]) -> Tensor:
@@ -50,12 +49,11 @@ def _launch(t: AdamTensor, skipped: Tensor) -> None:
     n, k = t.weight.numel(), t.constants
     blocks = -(-n // block)
     rows = TILE // block
-    unused = skipped
-    kind: Any = WEIGHTS[t.weight.dtype]
+    unused = skipped  # what a kernel of these types does not touch
     _step[(-(-blocks // rows),)](
-        _bits(t.weight),
+        codec.bits_of(t.weight),
         unused if t.extension is None else t.extension,
-        _bits(t.grad),
+        codec.bits_of(t.grad),
         t.m,
         t.v,
         unused if t.m_scale is None else t.m_scale,
@@ -74,18 +72,14 @@ def _launch(t: AdamTensor, skipped: Tensor) -> None:
         k.eps,
         k.step_size,
         k.decay,
-        WEIGHT=kind,
-        GRAD=WEIGHTS[t.grad.dtype],
+        WEIGHT=KINDS[t.weight.dtype],
+        GRAD=KINDS[t.grad.dtype],
         EXTENDED=t.extension is not None,
         BITS=t.bits,
         BLOCK=block,
         ROWS=rows,
         enable_fp_fusion=False,
     )
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.view(torch.int32 if x.element_size() == 4 else torch.int16)
 
 
 def _signed(word: int) -> int:
