@@ -434,4 +434,8 @@ class Streamer:
 
         shelf, link = self.shelf, self.link
         assert self.updates is not None
-        self.updates.update(block.number, grads, lambda: link.arrived(sent), used)
+        try:
+            self.updates.update(block.number, grads, lambda: link.arrived(sent), used)
+        except BaseException:
+            used()  # nobody else will, and a later backward would wait for the place for ever
+            raise

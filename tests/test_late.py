@@ -13,6 +13,7 @@ from torch import nn
 from hf_lowmem import LowBitAdamW, LowMemConfig, attach, attachment
 from hf_lowmem.kernels import native
 from hf_lowmem.late import LateUpdates
+from hf_lowmem.shelf import PASSING
 from hf_lowmem.trainer import overlap
 
 
@@ -306,3 +307,22 @@ def test_early_updates_wait_for_gradients_that_come_late(monkeypatch, seed) -> N
     optimizer.synchronize()
     for p, twin in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(p, twin)
+
+
+def test_an_update_that_is_refused_keeps_no_place(monkeypatch) -> None:
+    """More refusals than there are places for gradients to pass through; then it goes on."""
+    model, optimizer, streamer = early_model()
+
+    def refuse(*args):
+        raise RuntimeError("on purpose")
+
+    x = torch.randn(5, 96)
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer, "update", refuse)
+        for _ in range(PASSING + 2):
+            with pytest.raises(RuntimeError, match="on purpose"):
+                model(x).square().mean().backward()
+            streamer.go_home()
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.synchronize()
