@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from .block import Block
 from .config import LowMemConfig
 from .link import CudaLink, HostLink
 from .loss import use_stock_loss
+from .memory import ram_bytes
+from .plan import Footprint, Plan, spread
 from .shelf import RamShelf
-from .stream import Block, Streamer
+from .stream import AHEAD, Streamer
 
 # Trained parameters that take no more than this share of a block's bytes, beside frozen ones, stay on the device: they
 # are adapters or norms, which many small copies would hold up more than their bytes are worth.
@@ -43,6 +46,7 @@ def attach(model: nn.Module, config: LowMemConfig, device: torch.device | str | 
     Raises:
         TypeError: ``config`` is none.
         ValueError: the model has no blocks that could be streamed, or it, or one within or around it, is attached.
+        DoesNotFit: the weights alone are more than the budgets, or the machine, have room for.
     """
     if isinstance(config, Mapping):
         config = LowMemConfig.from_dict(config)
@@ -50,16 +54,25 @@ def attach(model: nn.Module, config: LowMemConfig, device: torch.device | str | 
         raise TypeError(
             f'attach takes a LowMemConfig, not {config!r}: write attach(model, LowMemConfig(offload="cpu"))'
         )
-    share = config.offload_share
+    where = device_or_default(device)
+    share = share_of(config, where)
     if share == 0:
-        model.to(device_or_default(device))
+        model.to(where)
         return None
     if streamer_of(model) is not None:
         raise ValueError(
             f"{type(model).__name__}, or a model within it or around it, is attached already: call detach(model) "
             "before it is attached anew"
         )
-    return hang(model, streamed_blocks(model, share), device_or_default(device), config.debug)
+    blocks = streamed_blocks(model, share)
+    check_room(model, blocks, config, where)
+    return hang(model, blocks, where, config.debug)
+
+
+def share_of(config: LowMemConfig, device: torch.device) -> Fraction:
+    """The share of the blocks that are streamed at first. Where there is no GPU, ``auto`` has nothing to save."""
+    nothing_to_save = config.offload == "auto" and device.type == "cpu" and config.gpu_memory is None
+    return Fraction(0) if nothing_to_save else config.offload_share
 
 
 def hang(
@@ -140,7 +153,7 @@ def streamed_blocks(model: nn.Module, share: Fraction) -> list[Block]:
     """The blocks of this share of all blocks, evenly spread, with those of their parameters that are theirs alone."""
     found = find_blocks(model)
     count = len(found)
-    chosen = [found[i] for i in range(count) if int((i + 1) * share) > int(i * share)]
+    chosen = [found[i] for i in spread(count, share)]
     if not chosen:
         raise ValueError(
             f"offload={float(share):g} of the {count} blocks of {type(model).__name__} is less than one block: write "
@@ -181,6 +194,27 @@ def _without_small_trained(params: list[tuple[str, nn.Parameter]]) -> list[tuple
     return params
 
 
+def check_room(model: nn.Module, blocks: list[Block], config: LowMemConfig, device: torch.device) -> None:
+    """Raises: DoesNotFit if there is no room for the weights alone. They need not have memory yet."""
+    streamed = {p for block in blocks for _, p in block.params}
+    outside = sum(p.nbytes for p in model.parameters() if p not in streamed)
+    passing = (AHEAD + 1) * max(block.layer.nbytes for block in blocks)
+    gpu_budget = config.gpu_bytes
+    if gpu_budget is None and device.type == "cuda":
+        gpu_budget = torch.cuda.mem_get_info(device)[1]
+    plan = Plan(
+        blocks=len(blocks),
+        streamed=len(blocks),
+        on_gpu=Footprint(weights=outside),
+        in_ram=Footprint(weights=sum(p.nbytes for p in streamed)),
+        work=passing,
+        gpu_budget=gpu_budget,
+        ram_budget=config.cpu_bytes or ram_bytes(),
+    )
+    half = sum(p.nbytes // 2 for p in streamed if p.dtype is torch.float32)
+    plan.check({'dtype="bfloat16"': (0, half)})
+
+
 # -- where it stays -----------------------------------------------------------------------------------------------
 def _owners(block: Block) -> Iterator[tuple[nn.Module, list[str]]]:
     """Each module of a block that holds streamed parameters, and their names in it."""
@@ -194,15 +228,19 @@ def _owners(block: Block) -> Iterator[tuple[nn.Module, list[str]]]:
 def _keep_home(block: Block) -> None:
     """Makes ``.to()`` and its like pass the streamed parameters over. The Trainer and Accelerate call it again."""
     for module, names in _owners(block):
-        module._apply = functools.partial(_apply_to_the_rest, weakref.ref(module), tuple(names))  # type: ignore[method-assign]
+        module._apply = functools.partial(_apply_to_the_rest, weakref.ref(module), block, tuple(names))  # type: ignore[method-assign]
 
 
 def _apply_to_the_rest(
-    ref: weakref.ref[nn.Module], names: tuple[str, ...], fn: Callable[[Tensor], Tensor], recurse: bool = True
+    ref: weakref.ref[nn.Module],
+    block: Block,
+    names: tuple[str, ...],
+    fn: Callable[[Tensor], Tensor],
+    recurse: bool = True,
 ) -> Any:
     module = ref()
     assert module is not None
-    streamed = {name: module._parameters[name] for name in names}
+    streamed = {} if block.kept else {name: module._parameters[name] for name in names}
     for name, p in streamed.items():
         assert p is not None
         _check_cast(f"{type(module).__name__}.{name}", p, fn)
@@ -220,7 +258,7 @@ def _apply_after_a_look(ref: weakref.ref[nn.Module], fn: Callable[[Tensor], Tens
     assert module is not None
     streamer = streamer_of(module) if recurse else None
     for block in streamer.blocks if streamer is not None else ():
-        for name, p in block.params:
+        for name, p in () if block.kept else block.params:
             _check_cast(f"{block.name}.{name}", p, fn)
     return type(module)._apply(module, fn, recurse)
 

@@ -94,7 +94,15 @@ class LowMemConfig:
 
     Args:
         offload: which of the model's blocks rest in host memory and pass through the device one after another, in the
-            Trainers of this library: ``"none"``, ``"cpu"`` (all), or a share from 0 to 1 (``0.5``: every second one).
+            Trainers of this library: ``"none"``, ``"cpu"`` (all), a share from 0 to 1 (``0.5``: every second one), or
+            ``"auto"``: all of them in the first step, whose memory is measured, and then as few as the GPU has no room
+            for.
+        gpu_memory: what this process may take of the GPU, such as ``"24GB"``, its CUDA context included. None: what is
+            free there. torch is told to stay within it.
+        cpu_memory: what may rest in host memory: weights, masters, states and gradients of streamed blocks. None: what
+            the machine has.
+        offload_activations: whether the inputs of the blocks, which gradient checkpointing keeps for backward, wait in
+            host memory. None: only where ``offload="auto"`` finds no room for them.
         debug: fill the device's memory of a block with NaN when it has been used, so that whoever reads it too late
             computes NaN. It keeps that memory, and so saves none.
         state_bits: bits of each of AdamW's two moments, 4, 8 or 32 (32: plain AdamW). Norms, biases and small tensors
@@ -129,7 +137,14 @@ class LowMemConfig:
     seed: int | None = field(default=None, init=False, metadata={"help": "Seed of the random rounding."})
     staging_memory: str = field(default="512MB", metadata={"help": "Host memory for transfers, such as 512MB or 1GiB."})
     max_skipped_steps: int = field(default=10, metadata={"help": "Skipped steps in a row that end the training."})
-    offload: str = field(default="none", metadata={"help": "Blocks that rest in RAM: none, cpu, or a share 0..1."})
+    offload: str = field(
+        default="none", metadata={"help": "Blocks that rest in RAM: auto, none, cpu, or a share 0..1."}
+    )
+    gpu_memory: str | None = field(default=None, metadata={"help": "GPU memory to take, such as 24GB."})
+    cpu_memory: str | None = field(default=None, metadata={"help": "Host memory for what is offloaded, such as 64GB."})
+    offload_activations: bool | None = field(
+        default=None, metadata={"help": "Keep checkpointed block inputs in RAM; default: where auto finds no room."}
+    )
 
     def __post_init__(self) -> None:
         self.offload = str(self.offload)
@@ -144,22 +159,40 @@ class LowMemConfig:
             self._check_integer("seed", 0, 2**63 - 1, "leave it out for that of TrainingArguments")
         self._check_integer("max_skipped_steps", 1, None, "1 ends the training at the first skipped step")
         parse_bytes(self.staging_memory, "staging_memory")
+        for name in ("gpu_memory", "cpu_memory"):
+            if getattr(self, name) is not None:
+                parse_bytes(getattr(self, name), name)
+        if not isinstance(self.offload_activations, bool | None):
+            raise ValueError(
+                f"offload_activations={self.offload_activations!r} is neither true nor false: write "
+                "offload_activations=true, or leave it out"
+            )
+
+    @property
+    def gpu_bytes(self) -> int | None:
+        """``gpu_memory`` in bytes."""
+        return None if self.gpu_memory is None else parse_bytes(self.gpu_memory, "gpu_memory")
+
+    @property
+    def cpu_bytes(self) -> int | None:
+        """``cpu_memory`` in bytes."""
+        return None if self.cpu_memory is None else parse_bytes(self.cpu_memory, "cpu_memory")
 
     @property
     def offload_share(self) -> Fraction:
-        """The share of the blocks that rest in host memory, from 0 to 1."""
+        """The share of the blocks that rest in host memory, from 0 to 1; with ``"auto"``, that at first: 1."""
         return self._share_of_offload()
 
     def _share_of_offload(self) -> Fraction:
-        if self.offload in ("none", "cpu"):
-            return Fraction(self.offload == "cpu")
+        if self.offload in ("none", "cpu", "auto"):
+            return Fraction(self.offload != "none")
         try:
             share = Fraction(self.offload).limit_denominator(10_000)  # 0.333 as it was meant
         except (ValueError, ZeroDivisionError):
             share = Fraction(-1)
         if not 0 <= share <= 1:
             raise ValueError(
-                f'offload={self.offload!r} is no share of the blocks: write "none", "cpu" (all of them), or a number '
+                f'offload={self.offload!r} is no share of the blocks: write "auto", "none", "cpu" (all), or a number '
                 "from 0 to 1, such as 0.5 for every second one"
             )
         return share
@@ -295,10 +328,12 @@ def _value(key: str, value: Any) -> Any:
         raise ValueError(f"optim_args has the unknown key {key!r}{_meant(key)}: the keys are {_listed()}")
     if not isinstance(value, str) or key in ("staging_memory", "offload"):
         return value
-    if key == "debug":
-        return {"true": True, "false": False}.get(value.lower(), value)
-    if key in ("threads", "seed") and value.lower() == "none":
+    if key in ("threads", "seed", "gpu_memory", "cpu_memory", "offload_activations") and value.lower() == "none":
         return None
+    if key in ("debug", "offload_activations"):
+        return {"true": True, "false": False}.get(value.lower(), value)
+    if key in ("gpu_memory", "cpu_memory"):
+        return value
     try:
         return int(value)
     except ValueError:

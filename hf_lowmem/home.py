@@ -95,6 +95,10 @@ class Homes:
     def __getitem__(self, p: Tensor) -> Home:
         return self._of[p]
 
+    def forget(self, p: Tensor) -> None:
+        """Forgets where a parameter's weight is. Its master is in its state."""
+        self._of.pop(p, None)
+
     def prepare(self, work: Sequence[tuple[Tensor, State, int | None]]) -> None:
         """Makes homes that do not exist yet, and takes weights anew that somebody else has written.
 

@@ -27,11 +27,11 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .attachment import device_or_default, hang, streamed_blocks
+from .attachment import check_room, device_or_default, hang, share_of, streamed_blocks
+from .block import Block
 from .config import LowMemConfig
 from .layer import Layer
 from .shelf import RamShelf
-from .stream import Block
 
 METHOD = "hf_lowmem"  # our name among the quantizers
 TRIM = 16 * 2**20  # after so many bytes of tensors, what malloc keeps of their copies goes back to the system
@@ -72,11 +72,12 @@ def load(
             ``ignore_mismatched_sizes=True``.
         ValueError: the checkpoint is quantized, or corrupt; the model has no blocks that could be streamed; an argument
             that says where the model is to be, or how it is quantized.
+        DoesNotFit: the weights are more than the budgets, or the machine, have room for.
     """
     device = device_or_default(device)
     if model_config is not None:
         kwargs["config"] = model_config
-    share = config.offload_share
+    share = share_of(config, device)
     _check_arguments(name_or_path, kwargs, streamed=share > 0)
     if share:
         _check_unquantized(name_or_path, kwargs)
@@ -130,6 +131,7 @@ class Filling(QuantizationConfigMixin):
     def begin(self, model: nn.Module) -> None:
         """Lays out the slabs of a model on the meta device."""
         self._blocks = streamed_blocks(model, self.config.offload_share)
+        check_room(model, self._blocks, self.config, self.device)
         layers = [b.layer for b in self._blocks]
         self._shelf = RamShelf(layers, [b.gradient_layer for b in self._blocks], pin=self.device.type == "cuda")
         self._expected = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}

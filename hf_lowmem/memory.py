@@ -10,6 +10,7 @@ import contextlib
 import mmap
 import warnings
 import weakref
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,6 +18,17 @@ from torch import Tensor
 PAGE = 4096
 HUGE_PAGE = 2 * 2**20
 ALIGN = 256
+
+
+def ram_bytes() -> int:
+    """Bytes of RAM that this process can have at the very most: the machine's, or its container's limit."""
+    import psutil  # Accelerate needs it, so it is there where models are trained
+
+    limits = [psutil.virtual_memory().total]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # another system, or "max"
+            limits.append(int(Path(path).read_text(encoding="ascii")))
+    return min(limits)
 
 
 class PinnedArena:

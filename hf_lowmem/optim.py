@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import codec, rules
+from . import rules
 from . import state as states
 from .home import Homes, mark
 from .kernels import native
-from .kernels.adam import AdamConstants, AdamTensor
+from .kernels.adam import AdamTensor, state_tensor
 from .late import LateUpdates
 from .resident import ResidentUpdates, state_in_ram
 from .rules import SMALLEST_LOW_BIT, check_gradient, check_group, check_param_bits, check_whole, param_bits
@@ -178,6 +178,29 @@ class LowBitAdamW(torch.optim.Optimizer):
         """
         self._on_device = set(params)
 
+    def widths(self) -> dict[Tensor, tuple[int, int | None]]:
+        """Of each parameter, the bits of a moment, and those of its master; None for an fp32 weight."""
+        return {p: (self._bits(p, group), self._wants(p, group)) for p, group, _ in self._named()}
+
+    def about_to_move(self, params: Iterable[Tensor]) -> None:
+        """Says that somebody is going to move these parameters to another device or place, with their values.
+
+        Masters are made to fit the weights as they are now; where those lie is forgotten.
+
+        Args:
+            params: to be moved before the next step.
+        """
+        self._late.wait()
+        moved = set(params)
+        work = [(p, group, "") for p, group, _ in self._named() if p in moved and self.state[p]]
+        self._prepare([item for item in work if item[0] in self._homes])
+        for p, group, _ in work:
+            if self._resident.knows(p):
+                self._resident.prepare(p, self.state[p], self._wants(p, group))
+        for p in moved:
+            self._homes.forget(p)
+            self._resident.forget(p)
+
     def wait(self, number: int) -> None:
         """Returns when the deferred updates of a group, by its number, are done."""
         self._late.wait(number)
@@ -308,7 +331,9 @@ class LowBitAdamW(torch.optim.Optimizer):
             self._resident.prepare(p, self.state[p], self._wants(p, group))
             self.state[p]["step"] += 1
             weight, grad = p.detach().view(-1), p.grad.detach().contiguous().view(-1)
-            tensors.append((p, self._kernel_s_view(p, group, weight, None, grad, scale, self.state[p]["step"])))
+            tensors.append(
+                (p, state_tensor(self.state[p], group, self.seed, weight, grad, scale, self.state[p]["step"]))
+            )
         self._resident.step(tensors)
 
     def _is_late(self, p: Tensor) -> bool:
@@ -377,48 +402,19 @@ class LowBitAdamW(torch.optim.Optimizer):
     ) -> AdamTensor:
         """The kernel's view of values ``[start, stop)`` of a parameter, for its `step`-th step."""
         home = self._homes[p]
-        whole = self._kernel_s_view(p, group, home.weight, home.copy, grad, scale, step)
+        whole = state_tensor(self.state[p], group, self.seed, home.weight, grad, scale, step, home.copy)
         return whole if stop - start == p.numel() else whole.part(start, stop)
-
-    def _kernel_s_view(
-        self,
-        p: Tensor,
-        group: dict[str, Any],
-        weight: Tensor,
-        copy: Tensor | None,
-        grad: Tensor,
-        scale: float,
-        step: int,
-    ) -> AdamTensor:
-        state, bits = self.state[p], self.state[p]["bits"]
-        beta1, beta2 = group["betas"]
-        return AdamTensor(
-            weight=weight,
-            grad=grad,
-            m=state["m"],
-            v=state["v"],
-            m_scale=state.get("m_scale"),
-            v_scale=state.get("v_scale"),
-            bits=bits,
-            constants=AdamConstants.of(
-                bits,
-                step,
-                float(group["lr"]),
-                float(beta1),
-                float(beta2),
-                float(group["eps"]),
-                float(group["weight_decay"]),
-                scale,
-            ),
-            key=codec.tensor_key(self.seed, step, state["index"]),
-            extension=state.get("extension"),
-            copy=copy,
-        )
 
     # -- what a parameter needs before its step ---------------------------------------------------------------------
     def _prepare(self, work: list[tuple[Tensor, dict[str, Any], str]]) -> None:
         """Makes states and homes that do not exist yet, and takes weights anew that somebody else has written."""
         self._make_states(work)
+        for p, group, _ in work:
+            if self._resident.knows(p):  # it was updated on its device so far
+                self._resident.prepare(p, self.state[p], self._wants(p, group))
+                self._resident.forget(p)
+            if self.state[p]["m"].device.type != "cpu":
+                self.state[p].update(state_in_ram(self.state[p]))
         self._homes.prepare([(p, self.state[p], self._wants(p, group)) for p, group, _ in work])
 
     def _make_states(self, work: list[tuple[Tensor, dict[str, Any], str]]) -> None:

@@ -182,7 +182,7 @@ def _wrap_train(cls: Any) -> None:
     @functools.wraps(stock)
     def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if uses_our_optimizer(self):
-            from .trainer import prepare_training
+            from .checks import prepare_training
 
             prepare_training(self, resume_from_checkpoint)
         return stock(self, resume_from_checkpoint, *args, **kwargs)

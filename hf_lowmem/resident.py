@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor
 
 from .home import Mark, mark
-from .kernels.adam import AdamTensor
+from .kernels.adam import AdamTensor, state_tensor
 from .staging import sum_of_bits
-from .state import State
+from .state import State, new_state
 
 
 @dataclass
@@ -55,6 +56,14 @@ class ResidentUpdates:
         else:  # written through .data, say: found out on the device, by nobody else
             state["extension"].mul_((sum_of_bits(p) == seen.total).to(torch.int8))
 
+    def knows(self, p: Tensor) -> bool:
+        """Whether a parameter has been stepped here."""
+        return p in self._seen
+
+    def forget(self, p: Tensor) -> None:
+        """Forgets what a parameter was like: it is about to be moved, or stepped elsewhere."""
+        self._seen.pop(p, None)
+
     def step(self, tensors: Sequence[tuple[Tensor, AdamTensor]]) -> None:
         """Steps parameters, each with the kernel's view of it."""
         from .kernels import triton_adam
@@ -71,6 +80,25 @@ class ResidentUpdates:
     def skipped_blocks(self) -> int:
         """Blocks left as they were for their gradients, so far. Waits for the device."""
         return sum(int(skipped) for skipped in self._skipped.values())
+
+
+@functools.cache
+def why_not(device: torch.device) -> str | None:
+    """Why parameters on a device cannot be updated there: what goes wrong when that is tried; None if nothing does.
+
+    Triton may be missing, or the C compiler that it calls, or it may not know the GPU.
+    """
+    try:
+        from .kernels import triton_adam
+
+        value = torch.zeros(256, dtype=torch.bfloat16, device=device)
+        group = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+        state = {key: x.to(device) if isinstance(x, Tensor) else x for key, x in new_state(256, 4, 0).items()}
+        with torch.cuda.device(device if device.type == "cuda" else -1):
+            triton_adam.adam_step([state_tensor(state, group, 0, value, value.clone(), 1.0, 1)])
+    except Exception as error:  # whatever it is, the states can rest in RAM instead
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def state_in_ram(state: dict[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,9 @@ class Shelf(Protocol):
     def gradients(self, number: int) -> Tensor:
         """The home of the gradients of a layer's trainable tensors."""
 
+    def drop(self, number: int) -> None:
+        """Gives a layer's places back, and forgets what is in them."""
+
     def borrow(self, number: int) -> Tensor:
         """A passing place for these gradients; waits until one is free."""
 
@@ -43,7 +46,7 @@ class RamShelf:
 
     def __init__(self, layers: Sequence[Layer], gradients: Sequence[Layer | None], pin: bool) -> None:
         self._layers, self._gradient_layers, self._pin = layers, gradients, pin
-        self._arenas: list[PinnedArena] = []
+        self._arenas: dict[int, PinnedArena] = {}  # by address of the slab
         self._weights: list[Tensor | None] = [None] * len(layers)
         self._gradients: list[Tensor | None] = [None] * len(layers)
         self._passing: dict[int, tuple[int, Queue[Tensor]]] = {}  # by size: how many there are, and those that are free
@@ -58,6 +61,14 @@ class RamShelf:
         if layer is None:
             raise ValueError(f"layer {number} has no gradients: nothing in it is trained")
         return self._slab(self._gradients, number, layer)
+
+    def drop(self, number: int) -> None:
+        """See ``Shelf``. Both are taken anew when they are asked for again."""
+        for slabs in (self._weights, self._gradients):
+            slab = slabs[number]
+            if slab is not None:
+                self._arenas.pop(slab.data_ptr(), None)
+                slabs[number] = None
 
     def borrow(self, number: int) -> Tensor:
         """See ``Shelf``. There are ``PASSING`` places for each size of a layer."""
@@ -89,5 +100,5 @@ class RamShelf:
         if not self._pin:
             return torch.empty(nbytes, dtype=torch.uint8)
         arena = PinnedArena([nbytes])
-        self._arenas.append(arena)
+        self._arenas[arena.parts[0].data_ptr()] = arena
         return arena.parts[0]

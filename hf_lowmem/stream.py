@@ -23,89 +23,20 @@ has saved of a weight is the weight again once it has been fetched again.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 
-from .layer import Layer
-from .link import Link, Slot
+from .block import Block, Place, Updates
+from .link import Link
 from .shelf import Shelf
 
-
-class Updates(Protocol):
-    """An optimizer that goes on after its step, block by block; see ``LowBitAdamW.defer``."""
-
-    def wait(self, number: int) -> None: ...
-    def done(self, number: int) -> bool: ...
-    def synchronize(self) -> None: ...
-    def update(
-        self, number: int, grads: Mapping[Tensor, Tensor], arrived: Callable[[], None], used: Callable[[], None]
-    ) -> None: ...
-
-
-@dataclass(eq=False)
-class Block:
-    """A module whose parameters are streamed.
-
-    Args:
-        name: its name within the model.
-        module: the module.
-        params: (name within the module, parameter) of what is streamed of it.
-
-    Attributes:
-        layer: how these lie in one slab.
-        trained: those that are trained.
-        gradient_layer: how their gradients lie in one slab; None if there are none.
-        backward: whether it is in the state BACKWARD.
-        to_come: forwards whose backward is still to come.
-    """
-
-    name: str
-    module: nn.Module
-    params: Sequence[tuple[str, nn.Parameter]]
-    number: int = -1
-    layer: Layer = field(init=False)
-    trained: tuple[nn.Parameter, ...] = field(init=False)
-    gradient_layer: Layer | None = field(init=False)
-    backward: bool = field(default=False, init=False)
-    to_come: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        self.layer = Layer.of([(name, p.data) for name, p in self.params])
-        self.trained = tuple(p for _, p in self.params if p.requires_grad)
-        gradients = [(str(i), p.data) for i, p in enumerate(self.trained)]
-        self.gradient_layer = Layer.of(gradients) if gradients else None
-
-
-class _Copy:
-    """A layer's bytes on the device: the slot, its views, and the ticket of the fetch that fills it."""
-
-    def __init__(self, layer: Layer, device: torch.device, debug: bool) -> None:
-        self.slot = Slot(layer.nbytes, device, debug)
-        self.views = layer.views(self.slot.buffer)
-        self.slot.empty()
-        self.ticket: Any = None
-        self.there = False
-
-
-class _Place:
-    """Where a block's tensors are, at home and on the device."""
-
-    def __init__(self, block: Block, shelf: Shelf, device: torch.device, debug: bool) -> None:
-        self.home = block.layer.views(shelf.weights(block.number))
-        for (_, p), view in zip(block.params, self.home, strict=True):
-            if p.data_ptr() != view.data_ptr():  # not loaded into its place
-                view.copy_(p.data)
-            p.data = view
-        self.weights = _Copy(block.layer, device, debug)
-        self.gradients = None if block.gradient_layer is None else _Copy(block.gradient_layer, device, debug)
-        self.bound = False
-        self.round = -1  # in which the copy of the weights was fetched
+AHEAD = 2  # so many blocks are fetched before they are used
 
 
 class _AfterBackward(torch.autograd.Function):
@@ -140,23 +71,32 @@ class Streamer:
         early: whether a block is updated as soon as its gradients have arrived, in the next backward, which must be the
             last one before the step. Its parameters then have no ``grad``, which is kept nowhere.
         early_norms: the norms of these gradients, by parameter, of the last backward.
+        observer: is called with a block and "forward" or "backward" before that begins, and "end" after the latter. Of
+            a block that stays on the device it sees the forwards only.
     """
 
     def __init__(
-        self, model: nn.Module, blocks: Sequence[Block], shelf: Shelf, link: Link, ahead: int = 2, debug: bool = False
+        self,
+        model: nn.Module,
+        blocks: Sequence[Block],
+        shelf: Shelf,
+        link: Link,
+        ahead: int = AHEAD,
+        debug: bool = False,
     ) -> None:
         self.blocks, self.shelf, self.link, self.ahead = list(blocks), shelf, link, ahead
         self.fetches = 0
         self.updates: Updates | None = None
         self.early = False
         self.early_norms: dict[nn.Parameter, Tensor] = {}
-        self._places: dict[Block, _Place] = {}
+        self.observer: Callable[[Block, str], None] | None = None
+        self._places: dict[Block, Place] = {}
         for number, block in enumerate(self.blocks):
             block.number = number
-            self._places[block] = _Place(block, shelf, link.device, debug)
-        # What was used after and before each block the last time.
-        self._after = dict(zip(self.blocks, self.blocks[1:], strict=False))
-        self._before = {later: earlier for earlier, later in self._after.items()}
+            self._places[block] = Place(block, shelf, link.device, debug)
+        self._after: dict[Block, Block] = {}  # what was used after, and before, each block the last time
+        self._before: dict[Block, Block] = {}
+        self._expect_the_order_of_blocks()
         self._latest: Block | None = None  # whose forward began last in this round
         self._round = 0
         self._used: set[Block] = set()  # in this round
@@ -185,6 +125,63 @@ class Streamer:
         """Returns when the optimizer has written every block's weights. Raises: what has gone wrong in it."""
         if self.updates is not None:
             self.updates.synchronize()
+
+    def keep(self, block: Block) -> None:
+        """Moves a block to the device, where it stays, with its gradients; what it took of the shelf is free.
+
+        Only while no forward or backward is under way. Raises: torch.OutOfMemoryError; the block is where it was then.
+        """
+        if block.kept:
+            return
+        if self.updates is not None:
+            self.updates.wait(block.number)
+        self._release(block)
+        self.link.finish()
+        device = self.link.device
+        moved = [p.data.to(device, copy=True) for _, p in block.params]
+        grads = [None if p.grad is None else p.grad.to(device, copy=True) for _, p in block.params]
+        self._exchange(block, moved, grads)
+        block.kept = True
+        self._places[block].home = []
+        self.shelf.drop(block.number)
+        self._expect_the_order_of_blocks()
+
+    def give_up(self, block: Block) -> None:
+        """Moves a block that was kept back to the shelf, with its gradients. Only between forwards, like ``keep``."""
+        if not block.kept:
+            return
+        home = block.layer.views(self.shelf.weights(block.number))
+        grads: dict[nn.Parameter, Tensor] = {}
+        if block.gradient_layer is not None and any(p.grad is not None for p in block.trained):
+            views = block.gradient_layer.views(self.shelf.gradients(block.number))
+            grads = {p: view for p, view in zip(block.trained, views, strict=True) if p.grad is not None}
+        for (_, p), view in zip(block.params, home, strict=True):
+            view.copy_(p.data)
+            if p in grads:
+                assert p.grad is not None
+                grads[p].copy_(p.grad)
+        self._exchange(block, home, [grads.get(p) for _, p in block.params])
+        block.kept = False
+        self._places[block].home = home
+        self._expect_the_order_of_blocks()
+
+    def _exchange(self, block: Block, data: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        for (_, p), tensor, grad in zip(block.params, data, grads, strict=True):
+            p.grad = None  # a parameter and its gradient are on one device
+            p.data, p.grad = tensor, grad
+            self._norms.pop(p, None)
+            self.early_norms.pop(p, None)
+
+    def _expect_the_order_of_blocks(self) -> None:
+        streamed = [block for block in self.blocks if not block.kept]
+        self._after = dict(itertools.pairwise(streamed))
+        self._before = {later: earlier for earlier, later in self._after.items()}
+        self._latest = None
+
+    @property
+    def passing_bytes(self) -> int:
+        """Bytes of the device for blocks that are there and will not stay."""
+        return sum(block.layer.nbytes for block in self._there)
 
     def gradient_norm(self, p: nn.Parameter) -> Tensor | None:
         """The 2-norm of a streamed parameter's gradient, taken on the device on its way; None where that is not known.
@@ -228,10 +225,14 @@ class Streamer:
             self.go_home()  # an exception has ended a forward or a backward in the middle
 
     def _before_forward(self, block: Block, args: Any, kwargs: Any) -> Any:
+        recomputed = torch._C._current_graph_task_id() != -1
+        if self.observer is not None and not recomputed:
+            self.observer(block, "forward")
+        if block.kept:
+            return None
         if block.backward:  # a checkpoint outside of the hooks computes it again
             self._use(block)
             return None
-        recomputed = torch._C._current_graph_task_id() != -1
         if not recomputed:
             if block in self._used:
                 self._new_round()
@@ -266,6 +267,8 @@ class Streamer:
         return args, {name: watched if x is latest else x for name, x in kwargs.items()}
 
     def _after_forward(self, block: Block, out: Any) -> None:
+        if block.kept:
+            return
         given, self._given = self._given, set()
         if block.backward:
             return
@@ -288,6 +291,8 @@ class Streamer:
             self._ending = True
             self.early_norms.clear()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+        if self.observer is not None:
+            self.observer(block, "backward")
         block.backward = True
         self._use(block)
         self._fetch_ahead(block, self._before)
@@ -298,6 +303,8 @@ class Streamer:
             self._send(block)
             self._release(block)
             block.backward = False
+            if self.observer is not None:
+                self.observer(block, "end")
 
     def _end_of_backward(self) -> None:
         self._ending = False

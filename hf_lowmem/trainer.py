@@ -9,25 +9,28 @@ last for the stock Trainer too, see ``registration.py``.
 from __future__ import annotations
 
 import dataclasses
-import os
-import weakref
-import zipfile
-from collections.abc import Mapping, Sequence
-from functools import partialmethod
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import AutocastKwargs
 from torch import Tensor, nn
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, Trainer
-from transformers.trainer_callback import TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
+from torch.utils._pytree import tree_flatten
+from transformers.trainer import Trainer
 from transformers.training_args import TrainingArguments
 
-from .attachment import attach, streamer_of
+from .activations import InputOffload
+from .attachment import attach, find_blocks, share_of, streamer_of
+from .checks import check_model, prepare_training
 from .config import DEFAULT_OPTIM, OPTIM_BITS, LowMemConfig, merge
 from .loss import use_chunked_loss
+from .memory import ram_bytes
 from .optim import LowBitAdamW, param_bits
+from .overlap import SettleCallback, is_others, keep_on_device, may_look, overlap, total_norm, unwrapped
+from .placement import Placement, check_budgets, memory_of
+from .plan import footprint
 from .stream import Streamer
 
 if TYPE_CHECKING:
@@ -145,137 +148,6 @@ def _our_name(args: TrainingArguments) -> str | None:
     )
 
 
-# -- what is refused before the training ------------------------------------------------------------------------
-def check_model(model: nn.Module) -> None:
-    """Raises: ValueError if no parameter is trainable, or if an embedding has sparse gradients."""
-    name = type(model).__name__
-    if not any(p.requires_grad for p in model.parameters()):
-        count = sum(1 for _ in model.parameters())
-        raise ValueError(
-            f"{name} has no trainable parameter: all {count} of its parameters have requires_grad=False. Set it to "
-            "True on those to be trained, or add an adapter"
-        )
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
-            raise ValueError(
-                f"{name}.{path} is an {type(module).__name__} with sparse=True: its sparse gradients have no place in "
-                f"low-bit states. Set {path}.sparse = False, or freeze its weight"
-            )
-
-
-def prepare_training(trainer: Trainer, resume_from_checkpoint: str | bool | None) -> None:
-    """What a Trainer with our optimizer does before ``train()``: refuses what cannot work, and sees to the log.
-
-    Raises:
-        ValueError: the model is refused (``check_model``), another backend owns the optimizer, or the checkpoint holds
-            states of more bits than this run's.
-        FileNotFoundError: the checkpoint to resume from lacks its optimizer or scheduler.
-        RuntimeError: one of these files cannot be read.
-    """
-    _check_backend(trainer)
-    if trainer.model_init is None:
-        check_model(trainer.model)
-    folder = resume_from_checkpoint
-    if folder is True:
-        folder = get_last_checkpoint(trainer.args.output_dir)
-    if folder and os.path.isdir(folder):  # stock code refuses a folder that is not there
-        _check_checkpoint(trainer, str(folder))
-    callbacks = trainer.callback_handler.callbacks
-    if not any(isinstance(callback, SkippedStepsCallback) for callback in callbacks):
-        callbacks.insert(0, SkippedStepsCallback())  # before those that report what was logged
-
-
-def _check_backend(trainer: Trainer) -> None:
-    for enabled, name in ((trainer.is_deepspeed_enabled, "DeepSpeed"), (trainer.is_fsdp_enabled, "FSDP")):
-        if enabled:
-            raise ValueError(
-                f"{name} is on and brings its own sharded optimizer in the place of LowBitAdamW. Turn {name} off, or "
-                "choose another optim"
-            )
-
-
-def _check_checkpoint(trainer: Trainer, folder: str) -> None:
-    """Stock code goes on with a fresh optimizer where one of the two files is missing, and says nothing."""
-    fresh = (
-        f"To start a fresh optimizer from its weights, load the model with from_pretrained({folder!r}) and call "
-        "train() without resume_from_checkpoint"
-    )
-    saved: dict[str, Any] = {}
-    for file in (OPTIMIZER_NAME, SCHEDULER_NAME):
-        path = os.path.join(folder, file)
-        if not os.path.isfile(path):
-            raise FileNotFoundError(
-                f"{folder} has no {file}, so its training cannot be resumed (was it saved with save_only_model=True?). "
-                + fresh
-            )
-        try:
-            saved[file] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums of what it maps
-                damaged = archive.testzip()
-            if damaged:
-                raise ValueError(f"the checksum of {damaged} is wrong")
-        except Exception as error:
-            raise RuntimeError(
-                f"{path} ({os.path.getsize(path):,} bytes) cannot be read: {error}. It is truncated or damaged: resume "
-                f"from an older checkpoint. {fresh}"
-            ) from error
-    _check_widths(saved[OPTIMIZER_NAME], os.path.join(folder, OPTIMIZER_NAME), *_wanted_widths(trainer), fresh)
-
-
-def _wanted_widths(trainer: Trainer) -> tuple[int, int]:
-    if trainer.optimizer is not None:
-        group = trainer.optimizer.param_groups[0]
-        return group["state_bits"], group["master_bits"]
-    if isinstance(trainer, LowMemMixin):
-        return trainer.lowmem.state_bits, trainer.lowmem.master_bits
-    if trainer.optimizer_cls_and_kwargs is not None:
-        kwargs = trainer.optimizer_cls_and_kwargs[1]
-        return kwargs.get("state_bits", 4), kwargs.get("master_bits", 24)
-    config = LowMemConfig.from_optim_args(trainer.args.optim, trainer.args.optim_args)
-    return config.state_bits, config.master_bits
-
-
-def _check_widths(saved: Mapping[str, Any], path: str, state_bits: int, master_bits: int, fresh: str) -> None:
-    """Refuses early what ``load_state_dict`` would refuse after the model's weights have been replaced."""
-    groups = saved.get("param_groups") or [{}]
-    adamw = any("exp_avg" in state for state in saved.get("state", {}).values())
-    saved_bits = groups[0].get("state_bits", 32 if adamw else 0)
-    if saved_bits > state_bits:
-        raise ValueError(
-            f"{path} holds {saved_bits}-bit states, and this run has {state_bits}-bit ones: narrowing them would lose "
-            f'what the run has learnt. Write optim="cpu_adam{saved_bits}bit". {fresh}'
-        )
-    saved_master = groups[0].get("master_bits", 0)
-    if saved_master > master_bits:
-        raise ValueError(
-            f"{path} was written with master_bits={saved_master}, and this run has {master_bits}: narrowing the master "
-            f'weights would lose what the run has learnt. Write optim_args="master_bits={saved_master}". {fresh}'
-        )
-
-
-class SkippedStepsCallback(TrainerCallback):
-    """Adds ``skipped_steps`` to what is logged, once a step has been skipped for a NaN or infinite gradient.
-
-    And ``skipped_blocks``, once a step has left out blocks: gradients changed after they were looked at, or too large.
-    """
-
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        logs, optimizer = kwargs.get("logs"), _unwrapped(kwargs.get("optimizer"))
-        if logs is None or not logs.keys() & {"loss", "train_loss"}:
-            return
-        for name in ("skipped_steps", "skipped_blocks"):
-            count = getattr(optimizer, name, 0)
-            if count:
-                logs[name] = count
-                if state.log_history:
-                    state.log_history[-1][name] = count  # stock code has made its copy before it calls us
-
-
-def _unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside Accelerate's wrapper."""
-    return getattr(optimizer, "optimizer", optimizer)
-
-
 # -- the Trainer ------------------------------------------------------------------------------------------------
 class LowMemMixin(_TrainerBase):
     """Any Trainer of transformers or TRL, with ``LowBitAdamW``.
@@ -294,6 +166,8 @@ class LowMemMixin(_TrainerBase):
     """
 
     lowmem: LowMemConfig
+    _placement: Placement | None = None
+    _inputs: InputOffload | None = None
 
     def __init__(self, *args: Any, lowmem: LowMemConfig | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         # Before the Trainer is made: that may move a model to a GPU and tokenize a data set.
@@ -332,19 +206,80 @@ class LowMemMixin(_TrainerBase):
             raise
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """See ``Trainer.training_step``. Without clipping, streamed blocks are updated during the last backward."""
+        """See ``Trainer.training_step``. Without clipping, streamed blocks are updated during the last backward.
+
+        Where the GPU runs out of memory, blocks that were kept there move to RAM, and the micro-batch is done again if
+        it is the step's first.
+        """
         streamer = None if self.model is None else streamer_of(self.model)
         if streamer is not None:
-            unclipped = not self.args.max_grad_norm and self.accelerator.scaler is None
-            streamer.early = unclipped and self.accelerator.sync_gradients and not self._gradients_are_others()
-        return super().training_step(*args, **kwargs)
+            streamer.early = self._unclipped() and self.accelerator.sync_gradients
+        if self.lowmem.offload_activations:
+            self._offload_inputs()
+        if self._placement is None:
+            return super().training_step(*args, **kwargs)
+        self._placement.before_forward(_largest(args, kwargs))
+        again = Again.of(self.model)
+        while True:
+            try:
+                return super().training_step(*_fresh(args), **_fresh(kwargs))
+            except torch.OutOfMemoryError as error:
+                failed = error.with_traceback(None)  # which would keep the activations
+            self._make_room(failed, again)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``Trainer``. Where the GPU runs out of memory, blocks that were kept there move to RAM."""
+        while True:
+            try:
+                return super().prediction_step(*_fresh(args), **_fresh(kwargs))
+            except torch.OutOfMemoryError as error:
+                failed = error.with_traceback(None)
+            streamer = None if self.model is None else streamer_of(self.model)
+            if streamer is not None:
+                streamer.go_home()
+            if self._placement is None or not self._placement.make_room():
+                raise failed
+
+    def _make_room(self, failed: BaseException, again: Again | None) -> None:
+        """After a forward or backward without enough memory. Raises: what failed, if there is nothing to be done."""
+        assert self._placement is not None
+        streamer = self._placement.streamer
+        if again is None or streamer.early:
+            raise failed  # some gradients have been added to already, or weights changed
+        streamer.go_home()
+        again.restore()
+        if self._placement.make_room():
+            return
+        if self.lowmem.offload_activations is not None or self._inputs is not None or not self._offload_inputs():
+            raise failed
+        self._placement.start_again()
+        self._placement.report("hf_lowmem: no room for all activations on the GPU: offload_activations=true")
+        self._placement.before_forward(0)
+
+    def _offload_inputs(self) -> int:
+        """Has the inputs of checkpointed blocks wait in RAM. Returns: of how many blocks."""
+        assert self.model is not None
+        if self._inputs is None:
+            modules = [module for _, module in find_blocks(self.model)]
+            self._inputs = InputOffload(modules, self.args.device)
+        count = self._inputs.install()
+        if self.lowmem.offload_activations and not count:
+            raise ValueError(
+                "offload_activations=true moves what gradient checkpointing keeps, and no block of "
+                f"{type(self.model).__name__} is checkpointed: write gradient_checkpointing=True"
+            )
+        return count
+
+    def _unclipped(self) -> bool:
+        """Whether streamed blocks may be updated during backward."""
+        return not self.args.max_grad_norm and self.accelerator.scaler is None and not self._gradients_are_others()
 
     def _steps_are_others(self) -> bool:
-        return any(_is_others(type(self), name) for name in ("training_step", "compute_loss"))
+        return any(is_others(type(self), name) for name in ("training_step", "compute_loss"))
 
     def _gradients_are_others(self) -> bool:
         """Whether somebody's own code may run several backwards a step, or change gradients after them."""
-        looks = (_may_look(callback, "on_pre_optimizer_step") for callback in self.callback_handler.callbacks)
+        looks = (may_look(callback, "on_pre_optimizer_step") for callback in self.callback_handler.callbacks)
         return self._steps_are_others() or any(looks)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -366,7 +301,7 @@ class LowMemMixin(_TrainerBase):
         self.accelerator.prepare_model = prepare_model
 
     def _attach(self, model: nn.Module, device: torch.device) -> None:
-        if self.lowmem.offload_share and streamer_of(model) is None:
+        if share_of(self.lowmem, torch.device(device)) and streamer_of(model) is None:
             attach(model, self.lowmem, device)
         if streamer_of(model) is not None:  # also by load, or by the user
             use_chunked_loss(model)
@@ -392,9 +327,39 @@ class LowMemMixin(_TrainerBase):
         optimizer = super().create_optimizer(model)
         target = self.model if model is None else model
         streamer = None if target is None else streamer_of(target)
-        if streamer is not None:
-            overlap(streamer, optimizer)
+        if streamer is not None and (self._placement is None or self._placement.streamer is not streamer):
+            self._place(target, streamer, unwrapped(optimizer))
+        elif streamer is None and self.lowmem.offload != "none":  # nothing is to be streamed
+            keep_on_device(unwrapped(optimizer))
         return optimizer
+
+    def _place(self, model: nn.Module, streamer: Streamer, optimizer: LowBitAdamW) -> None:
+        """Lets the optimizer work block by block. Raises: DoesNotFit where no batch whatever could be trained."""
+        on_device = overlap(streamer, optimizer)
+        self._inputs = self._placement = None
+        streamed = {p for block in streamer.blocks for _, p in block.params}
+        outside = footprint((p for p in model.parameters() if p not in streamed), optimizer.widths())
+        memory = memory_of(streamer.link.device, self.lowmem.gpu_bytes)
+        automatic = self.lowmem.offload == "auto"
+        ram_budget = self.lowmem.cpu_bytes or ram_bytes()
+        check_budgets(
+            streamer,
+            optimizer,
+            outside,
+            memory.limit if memory is not None else self.lowmem.gpu_bytes,
+            ram_budget,
+            movable=automatic,
+            on_device=on_device,
+            gradients_rest=not self._unclipped(),
+        )
+        if automatic and memory is not None:
+            moved = functools.partial(overlap, streamer, optimizer)
+            self._placement = Placement(streamer, optimizer, outside, memory, moved, on_device, ram_budget)
+
+    def _before_update(self) -> None:
+        """When the gradients of a step are there."""
+        if self._placement is not None:
+            self._placement.before_update()
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return self._measure_gradients(model, self.args.max_grad_norm)
@@ -416,74 +381,46 @@ class LowMemMixin(_TrainerBase):
             norm = torch.stack([g.double().norm().to(norm.device) for g in grads]).norm()
             finite = True
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).item() if finite else 1.0
-        _unwrapped(self.optimizer).scale_gradients(factor, finite)
+        unwrapped(self.optimizer).scale_gradients(factor, finite)
         return norm
 
 
-def total_norm(params: Sequence[nn.Parameter], streamer: Streamer | None) -> Tensor:
-    """torch.nn.utils.get_total_norm of the parameters' gradients, with what the streamer has measured on their way."""
-    norms: dict[nn.Parameter, Tensor] = {} if streamer is None else dict(streamer.early_norms)
-    grads = {p: p.grad for p in params if p.grad is not None and p not in norms}
-    if streamer is not None:
-        for p in grads:
-            norm = streamer.gradient_norm(p)
-            if norm is not None:
-                norms[p] = norm
-    if not norms:
-        return torch.nn.utils.get_total_norm(list(grads.values()))
-    first = next(iter(norms.values())).device
-    for device in {grad.device for p, grad in grads.items() if p not in norms}:
-        here = [p for p, grad in grads.items() if p not in norms and grad.device == device]
-        norms.update(zip(here, torch._foreach_norm([grads[p] for p in here]), strict=True))
-    measured = [p for p in params if p in norms]
-    dtypes = list(dict.fromkeys(p.dtype for p in measured))
-    in_order = sorted(measured, key=lambda p: dtypes.index(p.dtype))  # that in which torch adds them up, dtype by dtype
-    return torch.linalg.vector_norm(torch.stack([norms[p].to(first) for p in in_order]))
+@dataclass
+class Again:
+    """What it takes to do a micro-batch again that has failed.
+
+    Args:
+        model: the model, none of whose parameters had a gradient.
+        states: of the random number generators of torch, and of its GPU.
+    """
+
+    model: nn.Module
+    states: tuple[Tensor, Tensor | None]
+
+    @classmethod
+    def of(cls, model: nn.Module | None) -> Again | None:
+        """None where gradients are there already, to which a failed backward may have added some."""
+        if model is None or any(p.grad is not None for p in model.parameters()):
+            return None
+        return cls(model, (torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None))
+
+    def restore(self) -> None:
+        self.model.zero_grad()
+        torch.set_rng_state(self.states[0])
+        if self.states[1] is not None:
+            torch.cuda.set_rng_state(self.states[1])
 
 
-def overlap(streamer: Streamer, optimizer: Any) -> None:
-    """Lets the optimizer update streamed blocks under the next forward, one after another."""
-    optimizer = _unwrapped(optimizer)
-    optimizer.defer([p for _, p in block.params] for block in streamer.blocks)
-    streamer.updates = optimizer
+def _fresh(arguments: Any) -> Any:
+    """Arguments whose dicts of inputs may be emptied by a Trainer, as label smoothing does."""
+    if isinstance(arguments, dict):
+        return {key: dict(x) if type(x) is dict else x for key, x in arguments.items()}
+    return tuple(dict(x) if type(x) is dict else x for x in arguments)
 
 
-_OURS = ("transformers.", "hf_lowmem.", "trl.", "accelerate.")  # whose methods look at no weights where others might
-
-
-def _is_others(cls: type, name: str) -> bool:
-    """Whether a method is somebody's own, and no library's."""
-    return not next(c for c in cls.__mro__ if name in vars(c)).__module__.startswith(_OURS)
-
-
-class SettleCallback(TrainerCallback):
-    """Waits for updates that are under way before others' callbacks look at the weights."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = weakref.proxy(trainer)
-
-    def _settle(self, *args: Any, **kwargs: Any) -> None:
-        if self._trainer.optimizer is not None:
-            _unwrapped(self._trainer.optimizer).synchronize()
-
-    def _settle_if_others_look(self, event: str, *args: Any, **kwargs: Any) -> None:
-        looks = any(_may_look(callback, event) for callback in self._trainer.callback_handler.callbacks)
-        if event == "on_step_begin":  # the forward is next: code before it may read weights
-            looks = looks or self._trainer._steps_are_others()
-        if looks:
-            self._settle()
-
-
-def _may_look(callback: TrainerCallback, event: str) -> bool:
-    of_trl = type(callback).__module__.startswith("trl.")  # SyncRefModelCallback reads weights
-    defined = getattr(type(callback), event, None) is not getattr(TrainerCallback, event)
-    return defined and (of_trl or _is_others(type(callback), event))
-
-
-for _event in (name for name in dir(TrainerCallback) if name.startswith("on_")):
-    always = _event in ("on_epoch_end", "on_evaluate", "on_predict", "on_save", "on_train_end")
-    method = SettleCallback._settle if always else partialmethod(SettleCallback._settle_if_others_look, _event)
-    setattr(SettleCallback, _event, method)
+def _largest(*arguments: Any) -> int:
+    """Values of the largest tensor among the arguments."""
+    return max((x.numel() for x in tree_flatten(arguments)[0] if isinstance(x, Tensor)), default=0)
 
 
 class LowMemTrainer(LowMemMixin, Trainer):

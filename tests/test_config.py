@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from fractions import Fraction
 
 import pytest
 
@@ -97,12 +98,12 @@ def test_optim_args():
         (
             "cpu_adam4bit",
             "thread=2",
-            "unknown key 'thread' (did you mean threads?): the keys are debug, master_bits, max_skip",
+            "unknown key 'thread' (did you mean threads?): the keys are cpu_memory, debug, gpu_memory",
         ),
         (
             "cpu_adam4bit",
             "zebra=2",
-            "unknown key 'zebra': the keys are debug, master_bits, max_skipped_steps, offload, seed, staging",
+            "unknown key 'zebra': the keys are cpu_memory, debug, gpu_memory, master_bits, max_skipped_steps, offload",
         ),
         ("cpu_adam4bit", "seed", "'seed', which is not key=value"),
         ("cpu_adam4bit", "seed=", "'seed=', which is not key=value"),
@@ -190,3 +191,29 @@ def test_version():
 
     text = (__import__("pathlib").Path(hf_lowmem.__file__).parent.parent / "pyproject.toml").read_text()
     assert f'version = "{__version__}"' in text
+
+
+@pytest.mark.parametrize("name", ["gpu_memory", "cpu_memory"])
+def test_budgets(name) -> None:
+    config = LowMemConfig.from_optim_args("cpu_adam4bit", f"{name}=24GB")
+    assert getattr(config, name.replace("memory", "bytes")) == 24 * 10**9
+    assert getattr(LowMemConfig(), name.replace("memory", "bytes")) is None
+    assert LowMemConfig.from_optim_args("cpu_adam4bit", f"{name}=none") == LowMemConfig()
+    with pytest.raises(ValueError, match=f"{name}='much' is not an amount of memory"):
+        LowMemConfig(**{name: "much"})
+
+
+def test_offload_activations() -> None:
+    for text, value in (("true", True), ("False", False), ("none", None)):
+        config = LowMemConfig.from_optim_args("cpu_adam4bit", f"offload_activations={text}")
+        assert config.offload_activations is value
+    for bad in ("maybe", 1):
+        with pytest.raises(ValueError, match=r"offload_activations=.* is neither true nor false"):
+            LowMemConfig(offload_activations=bad)
+
+
+def test_auto_starts_with_all_blocks() -> None:
+    assert LowMemConfig(offload="auto").offload_share == 1
+    assert LowMemConfig(offload="9/28").offload_share == Fraction(9, 28)
+    with pytest.raises(ValueError, match=r'write "auto", "none"'):
+        LowMemConfig(offload="1.5")

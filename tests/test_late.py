@@ -13,8 +13,8 @@ from torch import nn
 from hf_lowmem import LowBitAdamW, LowMemConfig, attach, attachment
 from hf_lowmem.kernels import native
 from hf_lowmem.late import LateUpdates
+from hf_lowmem.overlap import overlap
 from hf_lowmem.shelf import PASSING
-from hf_lowmem.trainer import overlap
 
 
 def test_jobs_are_done_in_order_and_waited_for() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_lowmem import LowBitAdamW, LowMemConfig, attach, attachment, detach
 from hf_lowmem.kernels import native
-from hf_lowmem.trainer import overlap
+from hf_lowmem.overlap import overlap
 
 BLOCKS = 5
 orders = st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=7)

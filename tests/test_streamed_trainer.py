@@ -22,9 +22,9 @@ def history(trainer) -> list[dict[str, float]]:
     return [{k: v for k, v in log.items() if k not in QUIET} for log in trainer.state.log_history]
 
 
-def fit(tiny, folder, offload, optim_args="", resume=None, trainer=None, model=None, **changes):
+def fit(tiny, folder, offload, optim_args="", resume=None, trainer=None, model=None, layers=4, **changes):
     args = ",".join(filter(None, [optim_args, f"offload={offload}"]))
-    model = tiny.model(num_hidden_layers=4, dtype=changes.pop("dtype", "float32")) if model is None else model
+    model = tiny.model(num_hidden_layers=layers, dtype=changes.pop("dtype", "float32")) if model is None else model
     return tiny.fit(
         LowMemTrainer,
         folder,
@@ -152,7 +152,7 @@ def test_a_model_attached_before_is_trained_alike(tiny, tmp_path) -> None:
     """By load or by hand; LowMemTrainer need not be told."""
     from hf_lowmem import LowMemConfig, attach
     from hf_lowmem.loss import chunked_causal_loss
-    from hf_lowmem.trainer import SettleCallback
+    from hf_lowmem.overlap import SettleCallback
 
     model = tiny.model(num_hidden_layers=4)
     attach(model, LowMemConfig(offload="cpu"))

@@ -19,9 +19,10 @@ is left as it was, weights and states, and counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -132,6 +133,41 @@ class AdamTensor:
             copy=None if self.copy is None else self.copy[values],
             start=self.start + start,
         )
+
+
+def state_tensor(
+    state: Mapping[str, Any],
+    group: Mapping[str, Any],
+    seed: int,
+    weight: Tensor,
+    grad: Tensor,
+    scale: float,
+    step: int,
+    copy: Tensor | None = None,
+) -> AdamTensor:
+    """A whole parameter's step, from its optimizer state (``state.py``) and its parameter group.
+
+    Args:
+        seed: of the optimizer.
+        scale: what the gradient is to be multiplied with.
+        step: number of this step, from 1.
+    """
+    bits = state["bits"]
+    beta1, beta2 = group["betas"]
+    hyper = float(group["lr"]), float(beta1), float(beta2), float(group["eps"]), float(group["weight_decay"])
+    return AdamTensor(
+        weight=weight,
+        grad=grad,
+        m=state["m"],
+        v=state["v"],
+        m_scale=state.get("m_scale"),
+        v_scale=state.get("v_scale"),
+        bits=bits,
+        constants=AdamConstants.of(bits, step, *hyper, scale),
+        key=codec.tensor_key(seed, step, state["index"]),
+        extension=state.get("extension"),
+        copy=copy,
+    )
 
 
 def adam_step(tensors: Sequence[AdamTensor]) -> int:

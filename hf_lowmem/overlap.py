@@ -1,0 +1,116 @@
+"""Where the streamer and the optimizer meet: updates under the next forward, norms, and who has to wait for them."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from functools import partialmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.trainer import Trainer
+from transformers.trainer_callback import TrainerCallback
+
+from .optim import LowBitAdamW
+from .resident import why_not
+from .stream import Streamer
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside Accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def total_norm(params: Sequence[nn.Parameter], streamer: Streamer | None) -> Tensor:
+    """torch.nn.utils.get_total_norm of the parameters' gradients, with what the streamer has measured on their way."""
+    norms: dict[nn.Parameter, Tensor] = {} if streamer is None else dict(streamer.early_norms)
+    grads = {p: p.grad for p in params if p.grad is not None and p not in norms}
+    if streamer is not None:
+        for p in grads:
+            norm = streamer.gradient_norm(p)
+            if norm is not None:
+                norms[p] = norm
+    if not norms:
+        return torch.nn.utils.get_total_norm(list(grads.values()))
+    first = next(iter(norms.values())).device
+    for device in {grad.device for p, grad in grads.items() if p not in norms}:
+        here = [p for p, grad in grads.items() if p not in norms and grad.device == device]
+        norms.update(zip(here, torch._foreach_norm([grads[p] for p in here]), strict=True))
+    measured = [p for p in params if p in norms]
+    dtypes = list(dict.fromkeys(p.dtype for p in measured))
+    in_order = sorted(measured, key=lambda p: dtypes.index(p.dtype))  # that in which torch adds them up, dtype by dtype
+    return torch.linalg.vector_norm(torch.stack([norms[p].to(first) for p in in_order]))
+
+
+def overlap(streamer: Streamer, optimizer: Any) -> bool:
+    """Lets the optimizer update streamed blocks under the next forward, one after another, and the rest on the GPU.
+
+    To be called again when blocks have moved. Returns whether the rest is updated on the GPU.
+    """
+    optimizer = unwrapped(optimizer)
+    optimizer.defer([] if block.kept else [p for _, p in block.params] for block in streamer.blocks)
+    streamer.updates = optimizer
+    return keep_on_device(optimizer)
+
+
+def keep_on_device(optimizer: LowBitAdamW) -> bool:
+    """Keeps the states of all parameters that are on a GPU there. Returns whether that goes; it warns if not."""
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.device.type == "cuda"]
+    reason = next(filter(None, (why_not(device) for device in {p.device for p in params})), None)
+    if reason is None:
+        optimizer.keep_on_device(params)
+        return True
+    size = sum(p.nbytes for p in params)
+    warnings.warn(
+        f"Triton cannot be used ({reason}): the optimizer states of what stays on the GPU ({size / 1e9:.2f} GB of "
+        "weights) rest in RAM and are updated there, which costs small batches dearly. Install triton (on Windows "
+        "triton-windows) and a C compiler.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return False
+
+
+_OURS = ("transformers.", "hf_lowmem.", "trl.", "accelerate.")  # whose methods look at no weights where others might
+
+
+def is_others(cls: type, name: str) -> bool:
+    """Whether a method is somebody's own, and no library's."""
+    return not next(c for c in cls.__mro__ if name in vars(c)).__module__.startswith(_OURS)
+
+
+class SettleCallback(TrainerCallback):
+    """Waits for updates that are under way before others' callbacks look at the weights."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = weakref.proxy(trainer)
+
+    def _settle(self, *args: Any, **kwargs: Any) -> None:
+        if self._trainer.optimizer is not None:
+            unwrapped(self._trainer.optimizer).synchronize()
+
+    def _before_update(self, *args: Any, **kwargs: Any) -> None:
+        self._trainer._before_update()
+        self._settle_if_others_look("on_pre_optimizer_step")
+
+    def _settle_if_others_look(self, event: str, *args: Any, **kwargs: Any) -> None:
+        looks = any(may_look(callback, event) for callback in self._trainer.callback_handler.callbacks)
+        if event == "on_step_begin":  # the forward is next: code before it may read weights
+            looks = looks or self._trainer._steps_are_others()
+        if looks:
+            self._settle()
+
+
+def may_look(callback: TrainerCallback, event: str) -> bool:
+    of_trl = type(callback).__module__.startswith("trl.")  # SyncRefModelCallback reads weights
+    defined = getattr(type(callback), event, None) is not getattr(TrainerCallback, event)
+    return defined and (of_trl or is_others(type(callback), event))
+
+
+for _event in (name for name in dir(TrainerCallback) if name.startswith("on_")):
+    always = _event in ("on_epoch_end", "on_evaluate", "on_predict", "on_save", "on_train_end")
+    method = SettleCallback._settle if always else partialmethod(SettleCallback._settle_if_others_look, _event)
+    setattr(SettleCallback, _event, method)
+SettleCallback.on_pre_optimizer_step = SettleCallback._before_update  # type: ignore[method-assign, assignment]

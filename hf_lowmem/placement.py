@@ -1,0 +1,332 @@
+"""``Placement``: ``offload="auto"``. Which blocks stay on the GPU is found out by measuring the first step.
+
+The first step streams every block, and the memory that it takes is noted block by block. From that, what each moment
+would take with other blocks kept on the GPU is a sum. What is kept moves there with its gradients before the first
+update, so that its optimizer states never exist in RAM. Where a block rests changes no bit of the training, so the
+placement may change in any step: it does where a longer batch comes, and where the GPU runs out of memory all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Protocol
+
+import torch
+
+from .block import Block
+from .optim import LowBitAdamW
+from .plan import Footprint, Plan, footprint, spread
+from .stream import Streamer
+
+CONTEXT = 600 * 10**6  # bytes of the GPU that CUDA itself takes in a process
+SLACK = 0.04  # of the GPU's memory, which fragmentation may take
+ADJUSTMENTS = 3  # steps after the first in which more may still be kept
+
+
+class Memory(Protocol):
+    """What a process takes of a device; see ``GpuMemory``."""
+
+    limit: int
+
+    def peak(self) -> int: ...
+    def taken(self) -> int: ...
+    def tidy(self) -> None: ...
+
+
+class GpuMemory:
+    """What torch takes of a GPU.
+
+    Args:
+        device: a CUDA device.
+        budget: bytes that the process may take of it, its context included; torch is held to it. None: what is free.
+
+    Attributes:
+        available: bytes that torch's allocator may take.
+        limit: bytes that tensors may take, which leaves some for fragmentation.
+    """
+
+    def __init__(self, device: torch.device, budget: int | None) -> None:
+        self._device = device
+        free, total = torch.cuda.mem_get_info(device)
+        self.available = free + torch.cuda.memory_reserved(device)
+        if hasattr(torch.cuda, "get_per_process_memory_fraction"):
+            self.available = min(self.available, int(torch.cuda.get_per_process_memory_fraction(device) * total))
+        if budget is not None:
+            self.available = min(self.available, max(0, budget - CONTEXT))
+            torch.cuda.set_per_process_memory_fraction(self.available / total, device)
+        self.limit = int(self.available * (1 - SLACK))
+
+    def peak(self) -> int:
+        """The most bytes that tensors have taken since this was asked last."""
+        peak = torch.cuda.max_memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return peak
+
+    def taken(self) -> int:
+        """Bytes that tensors take now."""
+        return torch.cuda.memory_allocated(self._device)
+
+    def tidy(self) -> None:
+        """Gives back what the allocator keeps for later, in pieces that may not fit what comes."""
+        torch.cuda.empty_cache()
+
+
+def memory_of(device: torch.device, budget: int | None) -> Memory | None:
+    """What is measured of a device; None where there is nothing to save."""
+    return GpuMemory(device, budget) if device.type == "cuda" else None
+
+
+def check_budgets(
+    streamer: Streamer,
+    optimizer: LowBitAdamW,
+    outside: Footprint,
+    gpu_budget: int | None,
+    ram_budget: int | None,
+    *,
+    movable: bool,
+    on_device: bool,
+    gradients_rest: bool,
+) -> None:
+    """Says before the first step what cannot fit whatever the batch: the arithmetic without activations.
+
+    Args:
+        outside: of what is not streamed.
+        gpu_budget, ram_budget: bytes; None: any.
+        movable: whether blocks may be kept on the GPU where RAM is short.
+        on_device: whether the optimizer keeps states where their parameters are.
+        gradients_rest: whether gradients wait at home for the step.
+
+    Raises: DoesNotFit.
+    """
+    widths = optimizer.widths()
+    sizes = [footprint([p for _, p in block.params], widths) for block in streamer.blocks]
+    if not gradients_rest:
+        sizes = [Footprint(s.weights, s.masters, s.states, 0) for s in sizes]
+    layers = [block.layer.nbytes for block in streamer.blocks]
+    count = len(sizes)
+
+    def plan(streamed: int) -> Plan:
+        chosen = set(spread(count, Fraction(streamed, count)))
+        there = sum((sizes[i] for i in range(count) if i not in chosen), outside)
+        home = sum((sizes[i] for i in chosen), Footprint())
+        if not on_device:
+            home += Footprint(there.weights, there.masters, there.states, 0)
+            there = Footprint(weights=there.weights, gradients=there.gradients)
+        passing = min(streamed, streamer.ahead + 1) * max(layers)
+        return Plan(count, streamed, there, home, passing, gpu_budget, ram_budget)
+
+    plans = [plan(streamed) for streamed in (range(count, -1, -1) if movable else [count])]
+    if any(p.fits for p in plans):
+        return
+    gpu, ram = plans[0].on_gpu, plans[0].in_ram
+    hints = {"max_grad_norm=0": (0, ram.gradients), "master_bits=16": (gpu.masters, ram.masters)}
+    best = min(plans, key=lambda p: max(0, p.gpu - (gpu_budget or p.gpu)) + max(0, p.ram - (ram_budget or p.ram)))
+    best.check(hints)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A part of the first step.
+
+    Args:
+        peak: the most bytes taken in it.
+        ended: numbers of the blocks whose gradients would be on the GPU in it if they were kept.
+        passing: bytes of the blocks on their way through the GPU at its end.
+    """
+
+    peak: int
+    ended: frozenset[int]
+    passing: int
+
+
+class Placement:
+    """Keeps as many blocks on the device as there is room for.
+
+    Args:
+        streamer: of the model, with all blocks streamed.
+        optimizer: of the model.
+        outside: footprint of what is not in a block.
+        memory: of the device.
+        moved: is called when blocks have been moved: the optimizer must learn what is where.
+        on_device: whether the optimizer keeps states where their parameters are.
+        ram_budget: bytes of host memory for what is streamed; None: any.
+        report: takes what is to be told to the user.
+
+    Attributes:
+        plan: what has been chosen; None before the first step has been measured.
+    """
+
+    def __init__(
+        self,
+        streamer: Streamer,
+        optimizer: LowBitAdamW,
+        outside: Footprint,
+        memory: Memory,
+        moved: Callable[[], object],
+        on_device: bool = True,
+        ram_budget: int | None = None,
+        report: Callable[[str], None] = print,
+    ) -> None:
+        self.streamer, self.optimizer, self.memory, self.report = streamer, optimizer, memory, report
+        self.plan: Plan | None = None
+        self._moved, self._on_device, self._ram_budget = moved, on_device, ram_budget
+        self._outside = outside
+        widths = optimizer.widths()
+        self._sizes = [footprint([p for _, p in block.params], widths) for block in streamer.blocks]
+        self._cost = max(self._on_gpu(size).total for size in self._sizes)
+        self._moments: list[Moment] = []
+        self._ended: set[int] = set()
+        self._measuring = False
+        self._resting = 0  # bytes that are taken between two steps
+        self._size = 0  # of the largest micro-batch so far
+        self._adjustments = 0
+
+    # -- called by the Trainer --------------------------------------------------------------------------------------
+    def before_forward(self, size: int) -> None:
+        """Before the forward of each micro-batch.
+
+        Args:
+            size: values in its largest tensor, with which activations are taken to grow.
+        """
+        if self.plan is None and not self._measuring:
+            self._measuring = True
+            self._resting = self.memory.taken()
+            self.memory.peak()
+            self.streamer.observer = self._note
+        elif self.plan is not None and size > self._size:
+            self._make_room_for(size)
+        self._size = max(self._size, size)
+
+    def before_update(self) -> None:
+        """When all gradients of a step are there, and before it is done."""
+        if self._measuring:
+            self._note(None, "update")
+            self.streamer.observer, self._measuring = None, False
+            self._choose()
+        elif self.plan is not None and self._adjustments < ADJUSTMENTS:
+            self._adjust()
+
+    def start_again(self) -> None:
+        """The first step is to be measured anew: it has not come to its end."""
+        self.streamer.observer, self._measuring = None, False
+        self._moments.clear()
+        self._ended.clear()
+
+    def make_room(self) -> bool:
+        """Moves some blocks back to RAM, after the device has run out of memory. Returns whether there were any."""
+        streamed = sum(not block.kept for block in self.streamer.blocks)
+        count = len(self.streamer.blocks)
+        if self.plan is None or streamed == count:
+            return False
+        streamed = min(count, streamed + max(1, count // 8))
+        self._adjustments = ADJUSTMENTS
+        self._place(streamed)
+        self.plan = self._planned(streamed)
+        self.report(f"hf_lowmem: the GPU ran out of memory; {self._sentence()}")
+        return True
+
+    # -- measuring --------------------------------------------------------------------------------------------------
+    def _note(self, block: Block | None, what: str) -> None:
+        """Ends a moment. In a later micro-batch the gradients of all blocks are there already."""
+        self._moments.append(Moment(self.memory.peak(), frozenset(self._ended), self.streamer.passing_bytes))
+        if what == "end" and block is not None:
+            self._ended.add(block.number)
+
+    def _planned(self, streamed: int) -> Plan:
+        """What it takes to stream so many blocks, by what was noted."""
+        chosen = set(self._spread(streamed))
+        kept = [i for i in range(len(self._sizes)) if i not in chosen]
+        there = sum((self._on_gpu(self._sizes[i]) for i in kept), Footprint())
+        outside = self._on_gpu(self._outside)
+        missing = outside.masters + outside.states  # the first step comes when this has been measured
+        largest = max(block.layer.nbytes for block in self.streamer.blocks)
+        best, gradients = 0, 0
+        for moment in self._moments:
+            held = sum(self._sizes[i].gradients for i in kept if i in moment.ended)
+            passing = max(0, moment.passing - streamed * largest)
+            peak = moment.peak - passing + missing + there.kept + held
+            if peak > best:
+                best, gradients = peak, held + (outside.gradients if moment.ended else 0)
+        on_gpu = Footprint(
+            outside.weights + there.weights, outside.masters + there.masters, outside.states + there.states, gradients
+        )
+        in_ram = sum((self._sizes[i] for i in chosen), Footprint())
+        if not self._on_device:
+            elsewhere = sum((self._sizes[i] for i in kept), self._outside)
+            in_ram += Footprint(elsewhere.weights, elsewhere.masters, elsewhere.states, 0)
+        work = max(0, best - on_gpu.total)
+        return Plan(len(self._sizes), streamed, on_gpu, in_ram, work, self.memory.limit, self._ram_budget)
+
+    def _on_gpu(self, size: Footprint) -> Footprint:
+        return size if self._on_device else Footprint(weights=size.weights, gradients=size.gradients)
+
+    # -- choosing ---------------------------------------------------------------------------------------------------
+    def _choose(self) -> None:
+        plans = (self._planned(streamed) for streamed in range(len(self._sizes) + 1))
+        plan = next((plan for plan in plans if plan.gpu <= self.memory.limit), None)
+        self.plan = plan or self._planned(len(self._sizes))
+        if self._ram_budget is not None:
+            self.plan.check()
+        self._place(self.plan.streamed)
+        self.report(f"hf_lowmem: {self._sentence()}\n{self.plan.table()}")
+
+    def _adjust(self) -> None:
+        """Corrects the number by what a step has really taken."""
+        assert self.plan is not None
+        self._adjustments += 1
+        measured, streamed = self.memory.peak(), self.plan.streamed
+        if self._adjustments == 1:
+            planned = self.plan.gpu
+            self.report(f"hf_lowmem: peak of the GPU {measured / 1e9:.2f} GB, planned {planned / 1e9:.2f} GB")
+        over = measured - self.memory.limit  # below 0: room for so many blocks, rounded down
+        wanted = max(0, min(len(self._sizes), streamed - (-over // self._cost)))
+        if wanted == streamed:
+            self._adjustments = ADJUSTMENTS if over <= 0 else self._adjustments
+            return
+        self._place(wanted)
+        self.plan = self._planned(wanted)
+        self.report(f"hf_lowmem: {self._sentence()}")
+
+    def _make_room_for(self, size: int) -> None:
+        """Before a batch that is larger than all so far: activations grow with it."""
+        assert self.plan is not None
+        peak = max(moment.peak for moment in self._moments) - self._resting
+        more = peak * (size / max(1, self._size) - 1)
+        over = self.plan.gpu + more - self.memory.limit
+        self._moments = [Moment(m.peak + int(more), m.ended, m.passing) for m in self._moments]
+        wanted = min(len(self._sizes), self.plan.streamed + max(0, -int(-over // self._cost)))
+        moves = wanted > self.plan.streamed
+        if moves:
+            self._place(wanted)
+        self.plan = self._planned(wanted)
+        if moves:
+            self.report(f"hf_lowmem: a larger batch has come; {self._sentence()}")
+
+    def _place(self, streamed: int) -> None:
+        chosen = set(self._spread(streamed))
+        blocks = self.streamer.blocks
+        leaving = [block for i, block in enumerate(blocks) if block.kept and i in chosen]
+        coming = [block for i, block in enumerate(blocks) if not block.kept and i not in chosen]
+        self.optimizer.about_to_move(p for block in (*leaving, *coming) for _, p in block.params)
+        try:
+            for block in leaving:
+                self.streamer.give_up(block)
+            self.memory.tidy()
+            for block in coming:
+                self.streamer.keep(block)
+        finally:
+            self._moved()
+        self.memory.peak()
+
+    def _spread(self, streamed: int) -> Sequence[int]:
+        return spread(len(self._sizes), Fraction(streamed, len(self._sizes)))
+
+    def _sentence(self) -> str:
+        assert self.plan is not None
+        kept = self.plan.blocks - self.plan.streamed
+        return (
+            f"{kept} of {self.plan.blocks} blocks stay on the GPU, {self.plan.streamed} pass through it: "
+            f'offload="{self.plan.offload}"'
+        )

@@ -1,0 +1,160 @@
+"""``Plan``: what of a model rests where, and how much memory that takes. Arithmetic only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from . import codec
+
+
+class DoesNotFit(MemoryError):
+    """A model that the budgets have no room for. The message has the numbers, and what each setting would save."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of parameters while they are trained.
+
+    Args:
+        weights: of the parameters themselves.
+        masters: of what a 16-bit weight's master has beside the weight.
+        states: of the two moments and their scales.
+        gradients: of the gradients.
+    """
+
+    weights: int = 0
+    masters: int = 0
+    states: int = 0
+    gradients: int = 0
+
+    def __add__(self, other: Footprint) -> Footprint:
+        return Footprint(
+            self.weights + other.weights,
+            self.masters + other.masters,
+            self.states + other.states,
+            self.gradients + other.gradients,
+        )
+
+    @property
+    def kept(self) -> int:
+        """Without the gradients, which come and go."""
+        return self.weights + self.masters + self.states
+
+    @property
+    def total(self) -> int:
+        return self.kept + self.gradients
+
+
+Widths = Mapping[Tensor, tuple[int, int | None]]
+
+
+def footprint(params: Iterable[Tensor], widths: Widths) -> Footprint:
+    """The bytes of parameters.
+
+    Args:
+        params: any parameters.
+        widths: of those that are trained, (bits of a moment, bits of the master or None); see ``LowBitAdamW.widths``.
+    """
+    total = Footprint()
+    for p in params:
+        bits, master = widths.get(p, (0, None))
+        if not bits:
+            total += Footprint(weights=p.nbytes)
+            continue
+        beside = {24: 1, 32: 4}.get(master or 0, 0) if p.dtype is not torch.float32 else 0
+        total += Footprint(p.nbytes, beside * p.numel(), state_bytes(p.numel(), bits), p.nbytes)
+    return total
+
+
+def state_bytes(n: int, bits: int) -> int:
+    """Bytes of the two moments of ``n`` values, with their scales: what ``state.new_state`` makes."""
+    if bits == 32:
+        return 8 * n
+    form = codec.STATES[bits]
+    return 2 * form.nbytes(n) + 8 * form.blocks(n)
+
+
+def readable(nbytes: int) -> str:
+    """Bytes as "12.34 GB", "56.7 MB" or "890 kB", of 1e9, 1e6 and 1e3 bytes."""
+    if nbytes >= 10**8:
+        return f"{nbytes / 1e9:.2f} GB"
+    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 10**5 else f"{nbytes / 1e3:.0f} kB"
+
+
+def spread(count: int, share: Fraction) -> list[int]:
+    """Which of ``count`` blocks a share of them is: evenly spread, the first as late as possible."""
+    return [i for i in range(count) if int((i + 1) * share) > int(i * share)]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where a model rests.
+
+    Args:
+        blocks: number of its blocks.
+        streamed: so many of them rest in RAM.
+        on_gpu: what stays on the GPU, with its gradients of the moment when most memory is taken.
+        in_ram: what rests in RAM.
+        work: bytes of the GPU for everything else in that moment: activations, blocks passing through.
+        gpu_budget, ram_budget: bytes that may be taken; None where nobody has said.
+    """
+
+    blocks: int
+    streamed: int
+    on_gpu: Footprint
+    in_ram: Footprint
+    work: int
+    gpu_budget: int | None = None
+    ram_budget: int | None = None
+
+    @property
+    def gpu(self) -> int:
+        """Bytes of the GPU at the peak."""
+        return self.on_gpu.total + self.work
+
+    @property
+    def ram(self) -> int:
+        """Bytes of RAM."""
+        return self.in_ram.total
+
+    @property
+    def offload(self) -> str:
+        """The setting that equals it: a value of ``LowMemConfig.offload``."""
+        return "cpu" if self.streamed == self.blocks else f"{self.streamed}/{self.blocks}" if self.streamed else "0"
+
+    @property
+    def fits(self) -> bool:
+        """Whether it stays within its budgets."""
+        return self.gpu <= (self.gpu_budget or self.gpu) and self.ram <= (self.ram_budget or self.ram)
+
+    def table(self) -> str:
+        """What rests where."""
+        names = ("weights", "masters", "states", "gradients")
+        rows = [(name, getattr(self.on_gpu, name), getattr(self.in_ram, name)) for name in names]
+        rows += [("activations, blocks on their way", self.work, 0), ("together", self.gpu, self.ram)]
+        lines = [f"{'':<32}{'GPU':>10}{'RAM':>10}"]
+        lines += [f"{name:<32}{readable(gpu):>10}{readable(ram):>10}" for name, gpu, ram in rows]
+        if self.gpu_budget or self.ram_budget:
+            budgets = [f"{readable(b) if b else '':>10}" for b in (self.gpu_budget, self.ram_budget)]
+            lines.append(f"{'of':<32}{''.join(budgets)}")
+        return "\n".join(lines)
+
+    def check(self, hints: Mapping[str, tuple[int, int]] | None = None) -> None:
+        """Raises: DoesNotFit where a budget is not kept.
+
+        Args:
+            hints: settings, and the bytes that each would save of the GPU and of RAM.
+        """
+        sides = (("GPU memory", self.gpu, self.gpu_budget), ("RAM", self.ram, self.ram_budget))
+        for side, (name, needed, budget) in enumerate(sides):
+            if budget is not None and needed > budget:
+                saved = "; ".join(f"{hint} saves {readable(n[side])}" for hint, n in (hints or {}).items() if n[side])
+                raise DoesNotFit(
+                    f"needs {readable(needed)} of {name}, and {readable(budget)} may be taken, with {self.streamed} "
+                    f"of {self.blocks} blocks in RAM{'; ' + saved if saved else ''}\n{self.table()}"
+                )
