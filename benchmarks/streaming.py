@@ -1,34 +1,47 @@
-"""How much of a model's speed streaming leaves: tokens/s with its blocks in RAM, against the model resident.
+"""How much of a model's speed streaming leaves: tokens/s under a GPU memory cap, against the resident model.
 
-    python benchmarks/streaming.py --size 3.2b --cap 24GB --offload cpu 0.5 --out benchmarks/results/streaming.md
+    python benchmarks/streaming.py --size 3.2b --cap 24GB --runs auto cpu cpu:forward --out streaming.md
 
 A Llama shape with random weights, sequences of random tokens, activations recomputed. First the model resident on the
-uncapped card, forward and backward, without any optimizer; then streamed under the cap, without and with the optimizer
-(`early`: without clipping, updated during backward). One process; the median of the steps behind the first two.
+uncapped card, forward and backward, without any optimizer. Then each of the runs under the cap, with LowMemTrainer,
+4-bit states and clipping at 1.0. A run is a value of `offload`, and after it, each behind a colon:
+
+    forward      forward and backward alone, without an optimizer
+    early        max_grad_norm=0: updated during backward
+    activations  offload_activations=true
+
+One process; the median of the steps behind the first ones, in which `auto` finds its place. RSS is the process's at the
+end of a run, and at its peak within it.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
-import math
+import itertools
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
-from hf_lowmem import LowMemConfig, attach, create_optimizer
-from hf_lowmem.attachment import streamer_of
+from hf_lowmem import LowMemConfig, LowMemTrainer, attach
 from hf_lowmem.config import parse_bytes
 from hf_lowmem.loss import use_chunked_loss
-from hf_lowmem.trainer import overlap, total_norm
 
 DEVICE = "cuda"
+WARM_UP = 5  # steps
+# A flag that later versions of transformers call otherwise.
+FIELDS = {f.name for f in dataclasses.fields(TrainingArguments)}
+CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in FIELDS else "gradient_checkpointing"
 SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, tied
     "1.2b": (2048, 8192, 16, 32, 8, True),
     "3.2b": (3072, 8192, 28, 24, 8, True),
@@ -36,9 +49,9 @@ SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, tied
 }
 
 
-def make_model(size: str, vocabulary: int) -> LlamaForCausalLM:
-    """Random bf16 weights, made on the GPU."""
-    hidden, intermediate, layers, heads, kv_heads, tied = SHAPES[size]
+def make_model(args: argparse.Namespace) -> Any:
+    """Random bf16 weights, made on the GPU; with `--lora`, frozen beside adapters."""
+    hidden, intermediate, layers, heads, kv_heads, tied = SHAPES[args.size]
     config = LlamaConfig(
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -46,10 +59,12 @@ def make_model(size: str, vocabulary: int) -> LlamaForCausalLM:
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         tie_word_embeddings=tied,
-        vocab_size=vocabulary,
+        vocab_size=args.vocabulary,
         rope_theta=500000.0,
         use_cache=False,
         attn_implementation="sdpa",
+        bos_token_id=None,
+        eos_token_id=None,
     )
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
@@ -58,78 +73,149 @@ def make_model(size: str, vocabulary: int) -> LlamaForCausalLM:
             model = LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(torch.float32)
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    if args.lora:
+        from peft import LoraConfig, get_peft_model
+
+        adapters = LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules="all-linear")
+        model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
     return model.train()
-
-
-def step_seconds(
-    model: torch.nn.Module, tokens: torch.Tensor, steps: int, update: Callable[[], None] | None
-) -> tuple[float, float]:
-    """(median seconds, last loss)."""
-    times = []
-    for _ in range(steps):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        if update is not None:
-            update()
-        model.zero_grad()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[2:] or times), loss.item()
-
-
-class Update:
-    """A step of the default recipe as LowMemTrainer makes it, with clipping at 1, or early and without clipping."""
-
-    def __init__(self, model: torch.nn.Module, early: bool) -> None:
-        self.early = early
-        self.params = list(model.parameters())
-        self.streamer = streamer_of(model)
-        self.optimizer = create_optimizer(model, LowMemConfig(), lr=1e-5)
-        if self.streamer is not None:
-            overlap(self.streamer, self.optimizer)
-            self.streamer.early = early
-
-    def __call__(self) -> None:
-        if self.early:
-            self.optimizer.step()
-            return
-        norm = total_norm(self.params, self.streamer).item()
-        self.optimizer.scale_gradients(min(1.0, 1.0 / (norm + 1e-6)), math.isfinite(norm))
-        self.optimizer.step()
 
 
 @dataclass
 class Run:
-    tokens_per_s: float
+    """What one run gave: times in seconds, memory in GB (1e9 bytes)."""
+
+    seconds: float
     loss: float
-    gpu_gb: float
-    rss_gb: float
+    gpu: float
+    rss: float
+    rss_peak: float
+    note: str = ""
 
 
-def measure(args: argparse.Namespace, tokens: torch.Tensor, offload: str, updates: str) -> Run:
-    model = make_model(args.size, args.vocabulary)
-    attach(model, LowMemConfig(offload=offload), DEVICE)
-    update = None if updates == "no" else Update(model, early=updates == "early")
-    use_chunked_loss(model)
+def reset_peaks() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    seconds, loss = step_seconds(model, tokens, args.steps, update)
-    if args.trace:
-        trace(model, tokens, update, args.trace / f"{args.size}-{offload}-{updates}.json")
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak of RSS begins anew
+
+
+def result(times: list[float], loss: float, note: str = "") -> Run:
     rss = psutil.Process().memory_info().rss / 1e9
-    return Run(tokens.numel() / seconds, loss, torch.cuda.max_memory_allocated() / 1e9, rss)
+    peak = rss
+    with suppress(OSError):
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        peak = int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e9
+    gpu = torch.cuda.max_memory_allocated() / 1e9
+    return Run(statistics.median(times[WARM_UP:] or times), loss, gpu, rss, peak, note)
 
 
-def trace(model: torch.nn.Module, tokens: torch.Tensor, update: Callable[[], None] | None, path: Path) -> None:
-    """Writes what the streams and the CPU's threads did in one step."""
-    activities = torch.profiler.supported_activities()  # the CPU's and, with a GPU, CUDA's
-    with torch.profiler.profile(activities=activities) as profile:
-        step_seconds(model, tokens, 1, update)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    profile.export_chrome_trace(str(path))
+def forward_and_backward(args: argparse.Namespace, tokens: torch.Tensor, offload: str) -> Run:
+    """Steps without an optimizer."""
+    model = make_model(args)
+    checkpointed = model.get_base_model() if args.lora else model
+    enable = (
+        getattr(checkpointed, "activation_checkpointing_enable", None) or checkpointed.gradient_checkpointing_enable
+    )
+    enable({"use_reentrant": False})
+    attach(model, LowMemConfig(offload=offload), DEVICE)
+    use_chunked_loss(model)
+    reset_peaks()
+    times, loss = [], torch.zeros(())
+    for _ in range(args.steps):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        model.zero_grad()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return result(times, loss.item())
+
+
+class Clock(TrainerCallback):
+    """The time between the ends of steps, and a timeline of one of them."""
+
+    def __init__(self, trace: Path | None, last: int) -> None:
+        self.ends: list[float] = []
+        self.trace, self.last = trace, last
+        self.profile: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.ends.append(time.perf_counter())
+        if self.profile is not None:
+            self.profile.stop()
+            assert self.trace is not None
+            self.trace.parent.mkdir(parents=True, exist_ok=True)
+            self.profile.export_chrome_trace(str(self.trace))
+            self.profile = None
+        elif self.trace is not None and state.global_step == self.last - 2:
+            self.profile = torch.profiler.profile(activities=torch.profiler.supported_activities())
+            self.profile.start()
+            self.ends.append(float("nan"))
+
+    @property
+    def times(self) -> list[float]:
+        until = next((i for i, end in enumerate(self.ends) if end != end), len(self.ends))
+        ends = self.ends[:until]
+        return [end - start for start, end in itertools.pairwise(ends)]
+
+
+class Repeated(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+    """The rows of one batch, in their order, again and again."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self.tokens = tokens
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        while True:
+            for row in self.tokens:
+                yield {"input_ids": row, "labels": row}
+
+
+class Quick(LowMemTrainer):
+    """Remembers the loss of each step."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.latest = super().training_step(*args, **kwargs)
+        return self.latest
+
+
+Quick.__module__ = "hf_lowmem.benchmarks"  # a Trainer of somebody's own would be waited for
+
+
+def trained(args: argparse.Namespace, tokens: torch.Tensor, offload: str, options: set[str]) -> Run:
+    """Steps of LowMemTrainer, always on the same batch."""
+    name = "-".join([args.size, offload.replace("/", "of"), *sorted(options)])
+    clock = Clock(args.trace and args.trace / f"{name}.json", args.steps)
+    with tempfile.TemporaryDirectory() as folder:
+        settings = TrainingArguments(
+            output_dir=folder,
+            optim="cpu_adam4bit",
+            max_steps=args.steps,
+            per_device_train_batch_size=args.batch,
+            **{CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}},
+            max_grad_norm=0.0 if "early" in options else 1.0,
+            learning_rate=1e-5,
+            save_strategy="no",
+            logging_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=DEVICE == "cpu",
+        )
+        lowmem = LowMemConfig(
+            offload=offload, gpu_memory=args.cap, offload_activations=True if "activations" in options else None
+        )
+        model = make_model(args)
+        trainer = Quick(
+            model=model, args=settings, train_dataset=Repeated(tokens.cpu()), lowmem=lowmem, callbacks=[clock]
+        )
+        reset_peaks()
+        trainer.train()
+    placement = trainer._placement
+    note = f"offload={placement.plan.offload}" if placement is not None and placement.plan is not None else ""
+    return result(clock.times, trainer.latest.item(), note)
 
 
 def main() -> None:
@@ -138,43 +224,43 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, default=128256)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--cap", default="24GB", help="GPU memory that the streamed runs may take")
-    parser.add_argument("--offload", nargs="+", default=["cpu"])
-    parser.add_argument(
-        "--updates", nargs="+", default=["no", "yes"], choices=["no", "yes", "early"], help="with the optimizer or not"
-    )
-    parser.add_argument("--trace", type=Path, help="folder for a timeline of one more step each, for chrome://tracing")
+    parser.add_argument("--lora", type=int, default=0, help="rank of adapters on all linear layers; 0 trains in full")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--cap", default="24GB", help="GPU memory that the runs may take")
+    parser.add_argument("--runs", nargs="+", default=["cpu:forward", "cpu", "auto"])
+    parser.add_argument("--trace", type=Path, help="folder for a timeline of one step each, for chrome://tracing")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
     total = torch.cuda.get_device_properties(0).total_memory
     tokens = torch.randint(0, args.vocabulary, (args.batch, args.seq), device=DEVICE)
+    kind = f"LoRA of rank {args.lora}" if args.lora else "full fine-tuning"
     lines = [
-        f"Llama shape {args.size}, {args.batch} x {args.seq} tokens, activations recomputed.",
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; offload other than none: under {args.cap}.",
+        f"Llama shape {args.size}, {kind}, {args.batch} x {args.seq} tokens, activations recomputed.",
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; all but the first row under {args.cap}.",
         "",
-        "| offload | update | tokens/s | of resident | loss | GPU GB | RSS GB |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| run | tokens/s | of resident | seconds a step | loss | GPU GB | RSS GB | its peak | |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-
     resident: Run | None = None
-    for offload in ("none", *args.offload):
-        for update in args.updates if resident else ["no"]:
-            run = measure(args, tokens, offload, update)
-            gc.collect()
-            torch.cuda.empty_cache()
-            resident = resident or run
-            lines.append(
-                f"| {offload} | {update} | {run.tokens_per_s:,.0f} | {run.tokens_per_s / resident.tokens_per_s:.1%} | "
-                f"{run.loss:.3f} | {run.gpu_gb:.1f} | {run.rss_gb:.1f} |"
-            )
-            print(lines[-1], flush=True)
-            torch.cuda.set_per_process_memory_fraction(min(1.0, parse_bytes(args.cap) / total))
+    for name in ("none:forward", *args.runs):
+        offload, *options = name.split(":")
+        if "forward" in options:
+            run = forward_and_backward(args, tokens, offload)
+        else:
+            run = trained(args, tokens, offload, set(options))
+        reset_peaks()
+        resident = resident or run
+        lines.append(
+            f"| {name} | {tokens.numel() / run.seconds:,.0f} | {resident.seconds / run.seconds:.1%} | "
+            f"{run.seconds:.3f} | {run.loss:.3f} | {run.gpu:.1f} | {run.rss:.1f} | {run.rss_peak:.1f} | {run.note} |"
+        )
+        print(lines[-1], flush=True)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, parse_bytes(args.cap) / total))
     text = "\n".join(lines) + "\n"
     print(text)
     if args.out:
-        args.out.write_text(text)
+        args.out.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

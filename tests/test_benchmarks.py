@@ -102,16 +102,15 @@ def test_streaming(tmp_path, monkeypatch):
     monkeypatch.setattr(streaming, "DEVICE", "cpu")
     monkeypatch.setitem(streaming.SHAPES, "1.2b", (64, 128, 3, 4, 2, True))
     out = tmp_path / "out.md"
-    argv = ["streaming.py", "--size", "1.2b", "--seq", "8", "--batch", "2", "--vocabulary", "50", "--steps", "4"]
-    argv += ["--updates", "no", "yes", "early", "--out", str(out), "--trace", str(tmp_path)]
+    argv = ["streaming.py", "--size", "1.2b", "--seq", "8", "--batch", "2", "--vocabulary", "50", "--steps", "7"]
+    argv += ["--runs", "cpu:forward", "cpu", "1/3:early", "cpu:activations"]
+    argv += ["--out", str(out), "--trace", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", argv)
     streaming.main()
-    rows = [line.split("|") for line in out.read_text().splitlines() if line.startswith(("| none", "| cpu"))]
-    assert [[cell.strip() for cell in row[1:3]] for row in rows] == [
-        ["none", "no"],
-        ["cpu", "no"],
-        ["cpu", "yes"],
-        ["cpu", "early"],
-    ]
+    rows = [line.split("|") for line in out.read_text().splitlines() if line.startswith(("| none", "| cpu", "| 1/3"))]
+    names = ["none:forward", "cpu:forward", "cpu", "1/3:early", "cpu:activations"]
+    assert [row[1].strip() for row in rows] == names
     assert rows[0][5] == rows[1][5]  # the loss
-    assert (tmp_path / "1.2b-cpu-early.json").stat().st_size > 1000
+    assert float(rows[2][5]) < float(rows[0][5])
+    assert rows[2][5] == rows[4][5]
+    assert (tmp_path / "1.2b-1of3-early.json").stat().st_size > 1000

@@ -27,7 +27,8 @@ struct BlockData {
   float *m_scale, *v_scale;
 };
 
-template <class G, Weight kWeight, Grad kGrad, int kBits>
+// kAhead: how many blocks ahead memory is asked for; 0: not at all.
+template <class G, Weight kWeight, Grad kGrad, int kBits, int kAhead = 0>
 class AdamBlocks {
   using F = typename G::F;
   using F4 = typename G::F4;
@@ -155,6 +156,7 @@ class AdamBlocks {
   HLM_INLINE void group(Place at) {
     F4 m, root, ratio;
     W2 noise;
+    if constexpr (kUpdate && kAhead > 0) prefetch(at);
     if constexpr (kUpdate) update_moments<kNibble>(at, m, root);
     if constexpr (kCoded) {
       noise = G::template noise_bytes<kSub>(draw_);
@@ -169,6 +171,32 @@ class AdamBlocks {
       for (int k = 0; k < 4; k++) w.v[k] = G::fma(step_size_, ratio.v[k], G::mul(w.v[k], decay_));
       store_weight<kSub>(at, w);
     }
+  }
+
+  // A group's share of the cache lines of the block that is kAhead blocks further on.
+  HLM_INLINE void prefetch(Place at) {
+    prefetch_lines(data_.grad, at, kGrad == Grad::kF32 ? 32 : 16);
+    prefetch_lines(data_.weight, at, kWeight == Weight::kF32 ? 32 : 16);
+    if (kExtended) prefetch_lines(data_.extension, at, 8);
+    prefetch_lines(data_.m, at, kBits);
+    prefetch_lines(data_.v, at, kBits);
+    if (kCoded && at.ordinal == 0) {
+      G::prefetch(ahead(data_.m_scale, kAhead * sizeof(float)));
+      G::prefetch(ahead(data_.v_scale, kAhead * sizeof(float)));
+    }
+  }
+
+  // `bits`: of a value.
+  static HLM_INLINE void prefetch_lines(const void* present, Place at, int bits) {
+    constexpr int kLine = 64;
+    const int first = at.ordinal * bits / 8, last = (at.ordinal + G::kGroup) * bits / 8;
+    for (int i = (first + kLine - 1) / kLine * kLine; i < last; i += kLine)
+      G::prefetch(ahead(present, kAhead * kBlock * bits / 8 + i));
+  }
+
+  // Numbers and not pointers are added, because a pointer must not leave its array. A prefetch may: it never faults.
+  static HLM_INLINE const char* ahead(const void* present, size_t bytes) {
+    return reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(present) + bytes);
   }
 
   template <int kNibble>
@@ -351,8 +379,9 @@ int64_t step_whole_blocks(const hlm_adam_tensor& t, int64_t first, int64_t last)
   constexpr int kBlock = Format<kBits>::kBlock;
   constexpr int kWeightBytes = kWeight == Weight::kF32 ? 4 : 2, kGradBytes = kGrad == Grad::kF32 ? 4 : 2;
   const int64_t number = t.start / kBlock;  // of the tensor's first block, for the random bits
-  typename AdamBlocks<G, kWeight, kGrad, kBits>::Memory memory;
-  AdamBlocks<G, kWeight, kGrad, kBits> blocks(t, memory);
+  using Blocks = AdamBlocks<G, kWeight, kGrad, kBits, kBits == 4 ? G::kPrefetchBlocks : 0>;
+  typename Blocks::Memory memory;
+  Blocks blocks(t, memory);
   int64_t skipped = 0;
   for (int64_t b = first; b < last; b++) {
     const int64_t at = b * kBlock;

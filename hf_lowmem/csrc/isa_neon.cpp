@@ -10,6 +10,7 @@ namespace {
 struct Neon {
   static constexpr int kGroup = 16;
   static constexpr bool kInPlace = true;
+  static constexpr int kPrefetchBlocks = 0;  // x86.h; not measured here
   using F = float32x4_t;
   using B = uint8x16_t;
   struct F4 {

@@ -84,6 +84,14 @@ struct X86 : V {
   using Draw = typename V::Draw;
   using B = I;
   static constexpr bool kInPlace = true;
+  // How many blocks of 4-bit states ahead memory is asked for; 0: not at all. Such a block is more instructions than a
+  // processor looks ahead, and its arrays' pages end so often that the processor's own prefetching always begins anew:
+  // without this, waiting for memory adds to the computing instead of hiding behind it. A Xeon (model 207) makes 11.3 G
+  // parameters/s with it on 16 virtual cores and 10.0 without, 1.25 and 1.07 on one. On a Zen 4 it costs and brings
+  // nothing; with 32-bit states, which compute little, it would cost two fifths there.
+  static constexpr int kPrefetchBlocks = 8;
+
+  static HLM_INLINE void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
 
   static HLM_INLINE F abs(F a) { return V::as_float(V::band(V::as_int(a), V::dwords(0x7FFFFFFF))); }
 
