@@ -127,13 +127,12 @@ class InputOffload:
         wanted = [kept]
         while len(wanted) <= self.ahead and (earlier := wanted[-1].before()) is not None:
             wanted.append(earlier)
-        self._let_go([one.number for one in wanted])  # what was fetched for a backward that went another way
         for one in wanted:
             if one.number not in self._there:
                 tensor, done = self._copies.down(one.home)
                 self._there[one.number] = _There(tensor, done, tensor._version, weakref.ref(one))
         tensor = self._there[kept.number].tensor
-        self._let_go([one.number for one in wanted[1:]])
+        self._let_go([one.number for one in wanted[1:]])  # and of what came for a backward that went another way
         if kept.spoiled:
             raise RuntimeError(
                 f"the input of a checkpointed block, {tensor.dtype} of shape {tuple(tensor.shape)}, was written to in "

@@ -295,6 +295,7 @@ def test_the_first_tensor_alone_and_only_real_numbers() -> None:
     assert given.pop()[0] is x
     block(x=x)
     assert given.pop() == ()
+    assert not offload.takes(torch.ones(4, 6, device="meta"))
     assert offload._count == 1
 
 
