@@ -1,13 +1,18 @@
 """The loss of a causal language model over pieces of its logits, so that a large vocabulary does not decide the peak.
 
 transformers' own loss first writes all logits in fp32, then their log-softmax, then the gradient of each: for 8,192
-tokens of 128,256 words 4.2 GB apiece. Here that happens to a few hundred tokens at a time, and all that is as large as
-the logits is their gradient, in their own dtype. With ``use_liger_kernel`` the model does not get here: Liger's loss
-makes no logits.
+tokens of 128,256 words 4.2 GB apiece. Here that happens to a few hundred tokens at a time.
+
+Logits of up to ``head.WHOLE`` bytes are there as a whole all the same, and so is their gradient, in their own dtype.
+Larger ones are deferred (``head.py``): head and loss are computed together, a thousand tokens or more at a time, and
+the gradients of the hidden states and of the head's weight with them, in the forward. What lasts until backward are
+these two, in fp32. With ``use_liger_kernel`` the model does not get here: Liger's loss makes no logits either.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +21,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from .head import DeferredLogits, Source, defer_logits, never_defer, replayed
+
 PIECE = 2**25  # logits that are fp32 at one time: 128 MiB, and as much for each of the steps of a softmax
+CHUNK = 2**28  # bytes of logits that are there at one time where they are deferred: 256 MiB
+LEAST = 1024  # tokens of a chunk, however many words there are: fewer would starve the matrix products
+DEPTH = 4096  # terms of a product that are cast at one time, where the machine cannot widen them by itself
+LIFT = 2.0**15  # by which fp16 gradients of logits, at most 1, are lifted over what fp16 rounds to zero
 
 
 def chunked_causal_loss(
@@ -30,8 +41,10 @@ def chunked_causal_loss(
 ) -> Tensor:
     """``ForCausalLMLoss`` of transformers: the same gradients, and the same value but for the order of the sum.
 
+    Of deferred logits the gradients are as exact as those of stock code, but not the same bits.
+
     Args:
-        logits: ``[batch, tokens, vocab_size]``, in any float dtype.
+        logits: ``[batch, tokens, vocab_size]``, in any float dtype; also deferred ones.
         labels: ``[batch, tokens]``; each token predicts the next one.
         vocab_size: of the logits.
         num_items_in_batch: what the sum is divided by; None: the number of labels that are not ignored.
@@ -43,7 +56,11 @@ def chunked_causal_loss(
         assert labels is not None
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     targets = shift_labels.reshape(-1).to(logits.device)
-    total = _SummedCrossEntropy.apply(logits.view(-1, vocab_size), targets, ignore_index)
+    source = _to_be_fused(logits, targets, vocab_size)
+    if source is not None:
+        total = _HeadAndCrossEntropy.apply(*source.inputs, targets, ignore_index, source)
+    else:
+        total = _SummedCrossEntropy.apply(logits.view(-1, vocab_size), targets, ignore_index)
     if num_items_in_batch is None:
         return total / (targets != ignore_index).sum()
     if isinstance(num_items_in_batch, Tensor):
@@ -51,6 +68,7 @@ def chunked_causal_loss(
     return total / num_items_in_batch
 
 
+# -- logits that are there ----------------------------------------------------------------------------------------
 class _SummedCrossEntropy(torch.autograd.Function):
     """The cross entropy in fp32, summed; the gradient is computed from the logits again, with torch's own functions."""
 
@@ -85,13 +103,204 @@ def _pieces(logits: Tensor, targets: Tensor) -> zip[tuple[Tensor, Tensor]]:
     return zip(logits.split(_rows(logits)), targets.split(_rows(logits)), strict=True)
 
 
+# -- logits that are deferred -------------------------------------------------------------------------------------
+def _to_be_fused(logits: Tensor, targets: Tensor, vocab_size: int) -> Source | None:
+    """What the logits are computed from, if the loss can be taken from that; None: they are (to be) there."""
+    source = logits.source_if_pending if type(logits) is DeferredLogits else None
+    if source is None or not torch.is_grad_enabled():
+        return None
+    words, tokens = source.weight.shape[0], source.hidden.shape[:-1].numel()
+    if vocab_size != words or targets.numel() != tokens:
+        return None  # stock code has an error for that, or an answer
+    if source.dtype is torch.float16 and source.ops:
+        return None  # a scaling could carry lifted gradients over fp16's range
+    return source
+
+
+class _HeadAndCrossEntropy(torch.autograd.Function):
+    """The sum of the cross entropies, in fp32, of ``hidden @ weight.T + bias``.
+
+    The gradients are there after the forward, for an incoming gradient of 1. They wait in fp32: backward multiplies
+    them with the incoming gradient and rounds them to their dtype, once, in the same pass over them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        ignore_index: int,
+        source: Source,
+    ) -> Tensor:
+        ctx.likes = [None if x is None else (x.shape, x.dtype) for x in (hidden, weight, bias)]
+        ctx.lift = LIFT if source.dtype is torch.float16 else 1.0
+        with torch.autocast(hidden.device.type, enabled=False):
+            fused = _Fused(source, targets, ignore_index, ctx.needs_input_grad, ctx.lift)
+            total = fused.run()
+        ctx.save_for_backward(*fused.gradients)
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        factor = gradient / ctx.lift
+        result: list[Tensor | None] = []
+        for wide, like in zip(ctx.saved_tensors, ctx.likes, strict=True):
+            if wide is None:
+                result.append(None)
+                continue
+            shape, dtype = like
+            out = torch.empty(wide.shape, dtype=dtype, device=wide.device)
+            result.append(torch.mul(wide, factor, out=out).view(shape))
+        return (*result, None, None, None)
+
+
+class _Fused:
+    """One forward of head and loss, chunk by chunk.
+
+    Args:
+        source: the logits.
+        targets: ``int64[tokens]``.
+        ignore_index: the target that counts for nothing.
+        needs: whether hidden states, weight and bias need their gradients.
+        lift: the factor that is put on the gradients.
+
+    Attributes:
+        gradients: of hidden states ``[tokens, hidden]``, weight and bias, times ``lift``, in fp32 (fp64 for fp64); None
+            where not needed.
+    """
+
+    def __init__(self, source: Source, targets: Tensor, ignore_index: int, needs: Any, lift: float) -> None:
+        self.source, self.lift = source, lift
+        self.ignored = targets == ignore_index
+        self.targets = targets.masked_fill(self.ignored, 0)
+        self.hidden = source.hidden.reshape(-1, source.hidden.shape[-1])
+        self.weight = source.weight.to(source.dtype)  # one cast for all chunks
+        self.bias = None if source.bias is None else source.bias.to(source.dtype)
+        self.wide = torch.promote_types(source.dtype, torch.float32)
+        self.needs = needs
+        rows = torch.empty_like(self.hidden, dtype=self.wide) if needs[0] else None
+        self.gradients: list[Tensor | None] = [rows, None, None]
+
+    def run(self) -> Tensor:
+        """The sum of the losses."""
+        words = self.weight.shape[0]
+        size = _whole_tiles(CHUNK // (words * self.source.dtype.itemsize), least=LEAST)
+        losses: list[Tensor] = []
+        for rows in _slices(len(self.targets), size):
+            losses += self._chunk(rows)
+        return torch.stack(losses).sum()
+
+    def _chunk(self, rows: slice) -> list[Tensor]:
+        ignored = self.ignored[rows]
+        # As zeros the rows that do not count add nothing to the weight's gradient, whatever their logits' gradient is.
+        hidden = self.hidden[rows].to(self.source.dtype).masked_fill(ignored[:, None], 0)
+        logits = F.linear(hidden, self.weight, self.bias)
+        size = _whole_tiles(PIECE // logits.shape[1], least=1)
+        losses = [self._into_gradient(logits[r], self.targets[rows][r], ignored[r]) for r in _slices(len(hidden), size)]
+        gradient = logits  # by now
+        if self.gradients[0] is not None:
+            self.gradients[0][rows] = _product(gradient, self.weight).masked_fill_(ignored[:, None], 0)
+        if self.needs[1]:
+            self.gradients[1] = _product(gradient.t(), hidden, self.gradients[1])
+        if self.needs[2]:
+            bias = gradient.masked_fill_(ignored[:, None], 0).sum(0, dtype=self.wide)
+            self.gradients[2] = bias if self.gradients[2] is None else self.gradients[2].add_(bias)
+        return losses
+
+    def _into_gradient(self, logits: Tensor, targets: Tensor, ignored: Tensor) -> Tensor:
+        """Writes the gradient of the loss into its place. Returns: the loss.
+
+        Args:
+            logits: ``[tokens, words]`` of the product, before the recorded operations.
+            targets: ``int64[tokens]``, 0 where ignored.
+            ignored: ``bool[tokens]``.
+        """
+        ops = self.source.ops
+        with torch.set_grad_enabled(bool(ops)):
+            product = logits.detach().requires_grad_(bool(ops))
+            final = replayed(ops, product)
+        logs = F.log_softmax(final.detach().float(), -1)
+        targets = targets[:, None]
+        chosen = logs.gather(1, targets)
+        gradient = torch.empty_like(final, requires_grad=False) if ops else logits
+        if self.lift == 1:
+            torch.exp(logs, out=gradient)
+        else:
+            torch.mul(logs.exp_(), self.lift, out=gradient)
+        # p - 1 of the word that was right, before p is rounded.
+        gradient.scatter_(1, targets, chosen.expm1().mul_(self.lift).to(gradient.dtype))
+        if ops:
+            logits.copy_(torch.autograd.grad(final, product, gradient)[0])
+        return -chosen[:, 0].masked_fill(ignored, 0).sum()
+
+
+def _slices(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def _whole_tiles(rows: int, least: int) -> int:
+    """Rounded down to what matrix products and a GPU's processors divide evenly."""
+    return max(least, rows // 128 * 128 if rows >= 128 else rows)
+
+
+def _product(a: Tensor, b: Tensor, total: Tensor | None = None) -> Tensor:
+    """``total + a @ b`` in fp32 (fp64 for fp64), written over ``total``; without it a new tensor.
+
+    Args:
+        a: ``[m, k]``.
+        b: ``[k, n]``, of the same dtype.
+        total: ``[m, n]``, in the wide dtype.
+    """
+    wide = torch.promote_types(a.dtype, torch.float32)
+    if a.dtype == wide:
+        return torch.mm(a, b) if total is None else total.addmm_(a, b)
+    if _widens(a.device, a.dtype):
+        if total is None:
+            return torch.mm(a, b, out_dtype=wide)
+        return torch.addmm(total, a, b, out_dtype=wide, out=total)
+    if total is None:
+        total = torch.zeros(a.shape[0], b.shape[1], dtype=wide, device=a.device)
+    for terms in _slices(a.shape[1], DEPTH):
+        total.addmm_(a[:, terms].to(wide), b[terms].to(wide))
+    return total
+
+
+@functools.cache
+def _widens(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products of this dtype can be added to an fp32 tensor as they are."""
+    a = torch.zeros(16, 16, dtype=dtype, device=device)
+    total = torch.zeros(16, 16, device=device)
+    try:
+        torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
+        torch.mm(a, a, out_dtype=torch.float32)
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False
+    return True
+
+
+# -- on a model ---------------------------------------------------------------------------------------------------
 def use_chunked_loss(model: nn.Module) -> None:
-    """Gives the model this loss where it has transformers' own for causal language models."""
+    """Gives the model this loss where it has transformers' own for causal language models.
+
+    Its logits are then deferred, where they are large.
+    """
     for module in model.modules():
-        if not isinstance(module, PreTrainedModel) or "_loss_function" in vars(module):
-            continue
-        if LOSS_MAPPING.get(str(getattr(module, "loss_type", None))) is ForCausalLMLoss:
+        if isinstance(module, PreTrainedModel) and _stock_loss(module) is ForCausalLMLoss:
             module.loss_function = chunked_causal_loss
+            defer_logits(module)
+
+
+def _stock_loss(model: PreTrainedModel) -> Any:
+    """The loss that transformers would take, by the model's class; None if somebody has given it another."""
+    if vars(model).get("_loss_function", chunked_causal_loss) is not chunked_causal_loss:
+        return None
+    kind = getattr(model, "loss_type", None)
+    if kind in LOSS_MAPPING:
+        return LOSS_MAPPING[kind]
+    return ForCausalLMLoss if model.get_output_embeddings() is not None else None  # the default of such as GPT-2
 
 
 def use_stock_loss(model: nn.Module) -> None:
@@ -99,3 +308,4 @@ def use_stock_loss(model: nn.Module) -> None:
     for module in model.modules():
         if vars(module).get("_loss_function") is chunked_causal_loss:
             del module._loss_function
+    never_defer(model)
