@@ -18,6 +18,9 @@ class Updates(Protocol):
     """An optimizer that goes on after its step, block by block; see ``LowBitAdamW.defer``."""
 
     def wait(self, number: int) -> None: ...
+    def take(
+        self, number: int, weights: Mapping[Tensor, Tensor], grads: Mapping[Tensor, Tensor], seconds: float
+    ) -> Any: ...
     def done(self, number: int) -> bool: ...
     def synchronize(self) -> None: ...
     def update(
@@ -83,5 +86,6 @@ class Place:
             p.data = view
         self.weights = Copy(block.layer, device, debug)
         self.gradients = None if block.gradient_layer is None else Copy(block.gradient_layer, device, debug)
+        self.gradient_home: list[Tensor] = []  # views of the shelf's place, once it has been taken
         self.bound = False
         self.round = -1  # in which the copy of the weights was fetched

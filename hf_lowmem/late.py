@@ -10,6 +10,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 _all: weakref.WeakSet[LateUpdates] = weakref.WeakSet()
 
 
+class _Elsewhere:
+    """A job that somebody else does."""
+
+    def __init__(self, wait: Callable[[], None], query: Callable[[], bool]) -> None:
+        self._wait, self.done = wait, query
+
+    def exception(self) -> BaseException | None:
+        self._wait()
+        return None
+
+
 class LateUpdates:
     """Jobs by number, done one after another in the order in which they were given, by one thread.
 
@@ -18,7 +29,7 @@ class LateUpdates:
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
-        self._jobs: dict[int, Future[None]] = {}
+        self._jobs: dict[int, Future[None] | _Elsewhere] = {}
         _all.add(self)
 
     def add(self, number: int, job: Callable[[], None]) -> None:
@@ -32,6 +43,25 @@ class LateUpdates:
         """Whether nothing with this number is left to be done."""
         job = self._jobs.get(number)
         return job is None or job.done()
+
+    def state(self, number: int) -> str:
+        """ "waiting", "running" or "done"."""
+        job = self._jobs.get(number)
+        if not isinstance(job, Future) or job.done():
+            return "done"
+        return "running" if job.running() else "waiting"
+
+    def take(self, number: int) -> bool:
+        """Takes a job away that has not begun. Returns whether there was one; it will not be done here then."""
+        job = self._jobs.get(number)
+        if not isinstance(job, Future) or not job.cancel():
+            return False
+        del self._jobs[number]
+        return True
+
+    def done_elsewhere(self, number: int, wait: Callable[[], None], query: Callable[[], bool]) -> None:
+        """Says how to wait for a job that was taken, and how to ask whether it is done."""
+        self._jobs[number] = _Elsewhere(wait, query)
 
     def wait(self, number: int | None = None) -> None:
         """Returns when the job with this number, or every one, is done. Raises: what the job has raised, once."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+TIMED = 2**20  # bytes of a copy that says how fast the link is
+ALIGN = 256  # of what lies in one buffer
 
 
 class Slot:
@@ -24,6 +28,7 @@ class Slot:
 
     def __init__(self, nbytes: int, device: torch.device, debug: bool = False) -> None:
         self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.sent: Any = None  # the latest copy from it
         self._nbytes, self.debug = nbytes, debug
 
     def fill(self) -> None:
@@ -45,15 +50,37 @@ class Link(Protocol):
     device: torch.device
 
     def fetch(self, slot: Slot, home: Tensor) -> Any: ...
+    def update(self, slot: Slot, home: Tensor, luggage: Tensor, grads: Tensor, step: Step) -> tuple[Any, Any]: ...
     def use(self, ticket: Any) -> None: ...
     def release(self, slot: Slot) -> None: ...
     def send(self, pairs: Sequence[tuple[Tensor, Tensor]], slot: Slot | None = None) -> Any: ...
     def arrived(self, sent: Any) -> None: ...
+    def has_arrived(self, sent: Any) -> bool: ...
     def finish(self) -> None: ...
+    def seconds(self, nbytes: int) -> float: ...
+
+
+Step = Callable[[Tensor, Tensor], None]  # takes the copies of `luggage` and `grads`, and writes the slot
+
+
+class _Bag:
+    """Memory of a device for what travels with one layer's weights."""
+
+    def __init__(self) -> None:
+        self.buffer: Tensor | None = None
+        self.sent: torch.cuda.Event | None = None  # the copy home of what was in it last
+
+    def parts(self, sizes: Sequence[int], device: torch.device) -> list[Tensor]:
+        """Tensors of these numbers of bytes."""
+        offsets = [0, *itertools.accumulate(-(-size // ALIGN) * ALIGN for size in sizes)]
+        if self.buffer is None or self.buffer.numel() < offsets[-1]:
+            self.buffer = None
+            self.buffer = torch.empty(offsets[-1], dtype=torch.uint8, device=device)
+        return [self.buffer[start : start + size] for start, size in zip(offsets, sizes, strict=False)]
 
 
 class CudaLink:
-    """Two streams beside the one that computes: one for copies down to the GPU, one for copies up.
+    """Streams beside the one that computes: one for copies down to the GPU, one for copies up, one for updates.
 
     The memory of slots belongs to the down stream: it is taken and given back in that stream's order, which waits for
     whoever used the slot last. So no slot is overwritten too early, however far the CPU runs ahead of the GPU, and the
@@ -67,7 +94,11 @@ class CudaLink:
     def __init__(self, device: torch.device, kept: int = 2) -> None:
         self.device = device
         self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._side = torch.cuda.Stream(device)
+        self._bags = deque((_Bag(), _Bag()))  # one is filled while the other is updated and sent home
         self._freed: list[torch.cuda.Event] = []
+        self._untimed, self._fastest = 100, float("inf")  # copies that are still to be timed; seconds a byte
+        self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event, int]] = deque()
         self._sent: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
         self._kept = kept
 
@@ -76,10 +107,48 @@ class CudaLink:
         for event in self._freed:
             self._down.wait_event(event)
         self._freed.clear()
+        timed = self._untimed > 0 and home.numel() >= TIMED
+        start = self._down.record_event(torch.cuda.Event(enable_timing=True)) if timed else None
         with torch.cuda.stream(self._down):
             slot.fill()
             slot.buffer.copy_(home, non_blocking=True)
-        return self._down.record_event()
+        if start is None:
+            return self._down.record_event()
+        self._untimed -= 1
+        end = self._down.record_event(torch.cuda.Event(enable_timing=True))
+        self._timed.append((start, end, home.numel()))
+        return end
+
+    def update(self, slot: Slot, home: Tensor, luggage: Tensor, grads: Tensor, step: Step) -> tuple[Any, Any]:
+        """Starts a copy down of a layer and of what its update needs, the update, and the copies home.
+
+        Args:
+            slot, home: of the layer.
+            luggage: host memory that the step changes.
+            grads: host memory that it reads.
+            step: does the update on the device, in the current stream.
+
+        Returns: what ``use`` takes, and what ``arrived`` takes, of when all is at home.
+        """
+        self.fetch(slot, home)
+        bag = self._bags[0]
+        self._bags.rotate()
+        if bag.sent is not None:
+            self._down.wait_event(bag.sent)
+        with torch.cuda.stream(self._down):
+            states, gradients = bag.parts([luggage.numel(), grads.numel()], self.device)
+            states.copy_(luggage, non_blocking=True)
+            gradients.copy_(grads, non_blocking=True)
+        self._side.wait_stream(self._down)
+        with torch.cuda.stream(self._side):
+            step(states, gradients)
+        updated = self._side.record_event()
+        self._up.wait_event(updated)
+        with torch.cuda.stream(self._up):
+            home.copy_(slot.buffer, non_blocking=True)
+            luggage.copy_(states, non_blocking=True)
+        bag.sent = slot.sent = self._up.record_event()
+        return updated, bag.sent
 
     def use(self, ticket: torch.cuda.Event) -> None:
         """Makes the computing stream wait for a fetch. The CPU does not wait."""
@@ -116,16 +185,30 @@ class CudaLink:
         """The CPU waits for what has been sent. Any thread may ask."""
         sent.synchronize()
 
+    def has_arrived(self, sent: torch.cuda.Event) -> bool:
+        """Whether it is there already."""
+        return sent.query()
+
     def finish(self) -> None:
         """The CPU waits until all that was sent has come home."""
         self._up.synchronize()
         self._sent.clear()
 
+    def seconds(self, nbytes: int) -> float:
+        """How long a copy down of so many bytes takes; 0 before that has been measured."""
+        while self._timed and self._timed[0][1].query():
+            start, end, size = self._timed.popleft()
+            self._fastest = min(self._fastest, start.elapsed_time(end) / 1e3 / size)
+        return nbytes * self._fastest if self._fastest < float("inf") else 0.0
+
     def _give_back(self, slot: Slot, done: torch.cuda.Event) -> None:
+        events = [done] if slot.sent is None else [done, slot.sent]
+        slot.sent = None
         if slot.debug:  # it is written, not only given back
-            self._down.wait_event(done)
+            for event in events:
+                self._down.wait_event(event)
         else:
-            self._freed.append(done)
+            self._freed += events
         with torch.cuda.stream(self._down):
             slot.empty()
 
@@ -140,6 +223,14 @@ class HostLink:
         slot.fill()
         slot.buffer.copy_(home)
 
+    def update(self, slot: Slot, home: Tensor, luggage: Tensor, grads: Tensor, step: Step) -> tuple[None, None]:
+        self.fetch(slot, home)
+        states = luggage.clone()
+        step(states, grads.clone())
+        home.copy_(slot.buffer)
+        luggage.copy_(states)
+        return None, None
+
     def use(self, ticket: None) -> None: ...
 
     def release(self, slot: Slot) -> None:
@@ -153,4 +244,10 @@ class HostLink:
 
     def arrived(self, sent: None) -> None: ...
 
+    def has_arrived(self, sent: None) -> bool:
+        return True
+
     def finish(self) -> None: ...
+
+    def seconds(self, nbytes: int) -> float:
+        return 0.0

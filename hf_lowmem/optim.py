@@ -10,10 +10,10 @@ from torch import Tensor
 
 from . import rules
 from . import state as states
+from .deferred import Deferred, Luggage
 from .home import Homes, mark
 from .kernels import native
 from .kernels.adam import AdamTensor, state_tensor
-from .late import LateUpdates
 from .resident import ResidentUpdates, state_in_ram
 from .rules import SMALLEST_LOW_BIT, check_gradient, check_group, check_param_bits, check_whole, param_bits
 from .staging import Staging, all_finite, sum_of_bits
@@ -96,7 +96,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         self.skipped_in_a_row = 0
         self._skipped_in_ram = 0
         self._param_bits = dict(param_bits or {})
-        self._late_groups: dict[Tensor, int] = {}
+        self._deferred = Deferred()
         self._on_device: set[Tensor] = set()
         self._reset_runtime()
         defaults = {
@@ -113,14 +113,14 @@ class LowBitAdamW(torch.optim.Optimizer):
     def _reset_runtime(self) -> None:
         self._homes = Homes()
         self._stagings: dict[torch.device, tuple[frozenset[Any], Staging]] = {}
-        self._late = LateUpdates()
+        self._deferred.forget()
         self._resident = ResidentUpdates()
         self._grad_scale = 1.0
         self._grads_finite: bool | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        self._late.wait()
-        left_out = {"_homes", "_stagings", "_late", "_late_groups", "_resident", "_on_device"}
+        self._deferred.wait()
+        left_out = {"_homes", "_stagings", "_deferred", "_resident", "_on_device"}
         left_out |= {"_grad_scale", "_grads_finite"}
         # A scheduler puts its wrapper of `step` into the instance: it is bound to this one, so it stays here too.
         return {
@@ -131,7 +131,7 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._late_groups, self._on_device = {}, set()
+        self._deferred, self._on_device = Deferred(), set()
         self._reset_runtime()
 
     @torch._disable_dynamo
@@ -145,7 +145,6 @@ class LowBitAdamW(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
-    # -- the step ---------------------------------------------------------------------------------------------------
     def scale_gradients(self, scale: float, finite: bool = True) -> None:
         """Says what the next step's gradients are to be multiplied with: the clipping factor, without a pass over them.
 
@@ -156,7 +155,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         """
         self._grad_scale, self._grads_finite = float(scale), bool(finite)
 
-    def defer(self, groups: Iterable[Iterable[Tensor]]) -> None:
+    def defer(self, groups: Iterable[Iterable[Tensor]], travels: int = 0) -> None:
         """Lets updates of parameters in host memory go on after ``step`` has returned, group by group, in order.
 
         Whoever reads such a parameter, or writes its gradient's memory, waits first: ``wait`` for one group,
@@ -164,9 +163,10 @@ class LowBitAdamW(torch.optim.Optimizer):
 
         Args:
             groups: of parameters; they replace earlier ones.
+            travels: so many groups at the beginning a GPU is expected to take from us at once, by ``take``; 0: it takes
+                none. States that may be taken rest in pinned memory.
         """
-        self._late.wait()
-        self._late_groups = {p: number for number, group in enumerate(groups) for p in group}
+        self._deferred.set_groups(groups, travels)
 
     def keep_on_device(self, params: Iterable[Tensor]) -> None:
         """Keeps the states of these parameters on their device, and updates them there. Needs Triton.
@@ -190,7 +190,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         Args:
             params: to be moved before the next step.
         """
-        self._late.wait()
+        self._deferred.wait()
         moved = set(params)
         work = [(p, group, "") for p, group, _ in self._named() if p in moved and self.state[p]]
         self._prepare([item for item in work if item[0] in self._homes])
@@ -203,11 +203,22 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     def wait(self, number: int) -> None:
         """Returns when the deferred updates of a group, by its number, are done."""
-        self._late.wait(number)
+        self._deferred.wait(number)
+
+    def take(
+        self, number: int, weights: Mapping[Tensor, Tensor], grads: Mapping[Tensor, Tensor], seconds: float = 0.0
+    ) -> Luggage | None:
+        """Takes a group's deferred update away, for a GPU to do it; None if it has begun or cannot travel.
+
+        Args:
+            weights, grads: where the caller will copy them from, by parameter.
+            seconds: that it will take the caller. It is not given what we shall have done by then.
+        """
+        return self._deferred.take(number, weights, grads, seconds)
 
     def done(self, number: int) -> bool:
         """Whether the deferred updates of a group are done."""
-        return self._late.done(number)
+        return self._deferred.done(number)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -233,12 +244,11 @@ class LowBitAdamW(torch.optim.Optimizer):
             self._skip()
             return loss
         self.skipped_in_a_row = 0
-        for number in {self._late_groups[p] for p, _, _ in work if p in self._late_groups}:
-            self._late.wait(number)
-        resident = [item for item in work if self._stays(item[0], item[1])]
-        if resident:
-            work = [item for item in work if not self._stays(item[0], item[1])]
-            self._step_resident(resident, scale)
+        numbers = self._deferred.groups
+        for number in {numbers[p] for p, _, _ in work if p in numbers}:
+            self._deferred.wait(number)
+        self._step_resident([item for item in work if self._stays(item[0], item[1])], scale)
+        work = [item for item in work if not self._stays(item[0], item[1])]
         self._prepare(work)
         on_host = [item for item in work if item[0].device.type == "cpu"]
         skipped = self._step_host([item for item in on_host if not self._is_late(item[0])], scale)
@@ -248,12 +258,12 @@ class LowBitAdamW(torch.optim.Optimizer):
         for p, _, _ in work:
             self.state[p]["step"] += 1
         late: dict[int, dict[Tensor, Tensor]] = {}
-        for p, _, _ in on_host:
-            if self._is_late(p) and p.grad is not None:
-                late.setdefault(self._late_groups[p], {})[p] = p.grad.detach().contiguous().view(-1)
+        for p in (p for p, _, _ in on_host if self._is_late(p)):
+            if p.grad is not None:
+                late.setdefault(numbers[p], {})[p] = p.grad.detach().contiguous().view(-1)
         groups = {p: group for p, group, _ in work}
-        for number in sorted(late):
-            self._update_late(number, late[number], groups, scale, lambda: None, lambda: None)
+        for number in self._deferred.in_order(late):
+            self._update_late(number, late[number], groups, scale)
         return loss
 
     @torch.no_grad()
@@ -270,16 +280,16 @@ class LowBitAdamW(torch.optim.Optimizer):
             arrived: returns when they are there; called in the thread that updates.
             used: called there when they have been read, also if that has failed.
         """
-        self._late.wait(number)
+        self._deferred.wait(number)
         groups = {p: group for p, group, _ in self._named() if p in grads}
         self._prepare([(p, group, "") for p, group in groups.items()])
         for p in grads:
             self.state[p]["step"] += 1
-        self._update_late(number, {p: grad.view(-1) for p, grad in grads.items()}, groups, 1.0, arrived, used)
+        self._update_late(number, {p: g.view(-1) for p, g in grads.items()}, groups, 1.0, arrived, used)
 
     def synchronize(self) -> None:
         """Returns when every weight that a step has written is where its parameter is."""
-        self._late.wait()
+        self._deferred.wait()
         for device in self._stagings:
             torch.cuda.synchronize(device)
 
@@ -325,19 +335,11 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     def _step_resident(self, work: list[tuple[Tensor, dict[str, Any], str]], scale: float) -> None:
         self._make_states(work)
-        tensors = []
-        for p, group, _ in work:
-            assert p.grad is not None
-            self._resident.prepare(p, self.state[p], self._wants(p, group))
-            self.state[p]["step"] += 1
-            weight, grad = p.detach().view(-1), p.grad.detach().contiguous().view(-1)
-            tensors.append(
-                (p, state_tensor(self.state[p], group, self.seed, weight, grad, scale, self.state[p]["step"]))
-            )
-        self._resident.step(tensors)
+        found = [(p, group, self.state[p], self._wants(p, group)) for p, group, _ in work]
+        self._resident.step(found, self.seed, scale)
 
     def _is_late(self, p: Tensor) -> bool:
-        return p in self._late_groups and self._homes[p].resident.data_ptr() == p.data_ptr()
+        return p in self._deferred.groups and self._homes[p].resident.data_ptr() == p.data_ptr()
 
     def _update_late(
         self,
@@ -345,8 +347,8 @@ class LowBitAdamW(torch.optim.Optimizer):
         grads: Mapping[Tensor, Tensor],
         groups: Mapping[Tensor, dict[str, Any]],
         scale: float,
-        arrived: Callable[[], None],
-        used: Callable[[], None],
+        arrived: Callable[[], None] | None = None,
+        used: Callable[[], None] | None = None,
     ) -> None:
         """Hands a group's step to the thread, with the hyperparameters of today. The steps are counted already."""
         work = [(p, dict(groups[p]), grad, self.state[p]["step"]) for p, grad in grads.items()]
@@ -356,13 +358,26 @@ class LowBitAdamW(torch.optim.Optimizer):
 
         def job() -> None:
             try:
-                arrived()
+                if arrived is not None:
+                    arrived()
                 tensors = [self._tensor(p, group, 0, p.numel(), grad, scale, step) for p, group, grad, step in work]
                 self._skipped_in_ram += native.adam_step(tensors, self.threads)
             finally:
-                used()
+                if used is not None:
+                    used()
 
-        self._late.add(number, job)
+        luggage = None
+        if arrived is None and self._deferred.travels and all(self._homes[p].copy is None for p in grads):
+            found = [self.state[p] for p in grads]
+            luggage = self._deferred.pack(number, work, found, self.seed, scale, self._step_there)
+        self._deferred.add(number, job, sum(p.numel() for p in grads), luggage)
+
+    def _step_there(self, tensors: list[AdamTensor]) -> None:
+        """Steps tensors on their device, in its current stream."""
+        if tensors[0].weight.device.type == "cpu":  # a "device" in RAM
+            self._skipped_in_ram += native.adam_step(tensors, self.threads)
+        else:
+            self._resident.step_tensors(tensors)
 
     def _step_host(self, work: list[tuple[Tensor, dict[str, Any], str]], scale: float) -> int:
         tensors = []
@@ -454,7 +469,7 @@ class LowBitAdamW(torch.optim.Optimizer):
             ValueError: groups or parameters that do not match, a damaged state, or one of more bits than this
                 optimizer has. Nothing has changed then.
         """
-        self._late.wait()
+        self._deferred.wait()
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
@@ -476,17 +491,10 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """See torch.optim.Optimizer.state_dict."""
-        self._late.wait()
+        self._deferred.wait()
         saved = super().state_dict()
         return {**saved, "state": {key: state_in_ram(state) for key, state in saved["state"].items()}}
 
     def nbytes(self) -> dict[str, int]:
         """What the optimizer holds so far: number of ``parameters``, bytes of their ``states`` and ``master``."""
-        total = {"parameters": 0, "states": 0, "master": 0}
-        for p, state in self.state.items():
-            if state:
-                moments, master = states.nbytes(state)
-                total["parameters"] += p.numel()
-                total["states"] += moments
-                total["master"] += master
-        return total
+        return states.held(self.state)

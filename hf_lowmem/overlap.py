@@ -44,13 +44,25 @@ def total_norm(params: Sequence[nn.Parameter], streamer: Streamer | None) -> Ten
     return torch.linalg.vector_norm(torch.stack([norms[p].to(first) for p in in_order]))
 
 
-def overlap(streamer: Streamer, optimizer: Any) -> bool:
+def overlap(streamer: Streamer, optimizer: Any, travels: bool | None = None) -> bool:
     """Lets the optimizer update streamed blocks under the next forward, one after another, and the rest on the GPU.
 
-    To be called again when blocks have moved. Returns whether the rest is updated on the GPU.
+    To be called again when blocks have moved.
+
+    Args:
+        streamer: of the model.
+        optimizer: a ``LowBitAdamW``, or Accelerate's wrapper of one.
+        travels: whether the device may update a streamed block that it needs before the CPU has come to it. None: if it
+            is a GPU that can.
+
+    Returns: whether the rest is updated on the GPU.
     """
     optimizer = unwrapped(optimizer)
-    optimizer.defer([] if block.kept else [p for _, p in block.params] for block in streamer.blocks)
+    device = streamer.link.device
+    if travels is None:
+        travels = device.type == "cuda" and why_not(device) is None
+    at_once = streamer.ahead + 1 if travels else 0
+    optimizer.defer(([] if block.kept else [p for _, p in block.params] for block in streamer.blocks), at_once)
     streamer.updates = optimizer
     return keep_on_device(optimizer)
 

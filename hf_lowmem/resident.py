@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,30 +11,25 @@ from torch import Tensor
 
 from .home import Mark, mark
 from .kernels.adam import AdamTensor, state_tensor
-from .staging import sum_of_bits
 from .state import State, new_state
 
-
-@dataclass
-class _Seen:
-    """What a parameter was like after our last write: ``home.mark``, and on its device the sum of its bits."""
-
-    mark: Mark
-    total: Tensor
+Work = tuple[Tensor, Mapping[str, Any], State, int | None]
+LAUNCHED = 16  # parameters that the CPU makes ready before the device begins with them
 
 
 class ResidentUpdates:
     """Steps parameters on their device. Nothing waits for the device."""
 
     def __init__(self) -> None:
-        self._seen: dict[Tensor, _Seen] = {}
-        self._skipped: dict[torch.device, Tensor] = {}
+        self._seen: dict[Tensor, Mark] = {}  # after our last write
+        self._skipped: dict[tuple[torch.device, int], Tensor] = {}  # by stream
 
     def prepare(self, p: Tensor, state: State, wanted: int | None) -> None:
         """Brings a state to its parameter's device and makes its master fit the weight.
 
         A weight that somebody else has written since the last step has lost its 24-bit master: that starts at the
-        weight again. (In RAM only those values lose it that were written; here is no copy to compare with.)
+        weight again. Where it was written through ``.data``, of which nothing can be seen, the master is off by half of
+        the weight's last place at most, as with a parameter in RAM.
 
         Args:
             wanted: bits of the master, 16 or 24; None for an fp32 weight.
@@ -45,16 +39,10 @@ class ResidentUpdates:
                 state[name] = value.to(p.device)
         if wanted != 24:
             state.pop("extension", None)
-            return
-        if "extension" not in state:
+        elif "extension" not in state:
             state["extension"] = torch.zeros(p.numel(), dtype=torch.int8, device=p.device)
-        seen = self._seen.get(p)
-        if seen is None:
-            return
-        if seen.mark != mark(p):
+        elif p in self._seen and self._seen[p] != mark(p):
             state["extension"].zero_()
-        else:  # written through .data, say: found out on the device, by nobody else
-            state["extension"].mul_((sum_of_bits(p) == seen.total).to(torch.int8))
 
     def knows(self, p: Tensor) -> bool:
         """Whether a parameter has been stepped here."""
@@ -64,21 +52,48 @@ class ResidentUpdates:
         """Forgets what a parameter was like: it is about to be moved, or stepped elsewhere."""
         self._seen.pop(p, None)
 
-    def step(self, tensors: Sequence[tuple[Tensor, AdamTensor]]) -> None:
-        """Steps parameters, each with the kernel's view of it."""
+    def step(self, work: Sequence[Work], seed: int, scale: float) -> None:
+        """Steps parameters by their gradients.
+
+        Args:
+            work: (parameter, its group, its state, bits of the master that it is to have, as for ``prepare``).
+            seed: of the optimizer.
+            scale: what gradients are to be multiplied with.
+        """
+        by_device: dict[torch.device, list[Work]] = {}
+        for item in work:
+            by_device.setdefault(item[0].device, []).append(item)
+        for device, items in by_device.items():
+            with torch.cuda.device(device if device.type == "cuda" else -1):
+                for start in range(0, len(items), LAUNCHED):
+                    self._launch(items[start : start + LAUNCHED], seed, scale)
+
+    def _launch(self, work: Sequence[Work], seed: int, scale: float) -> None:
+        tensors = []
+        for p, group, state, wanted in work:
+            assert p.grad is not None
+            self.prepare(p, state, wanted)
+            state["step"] += 1
+            weight, grad = p.detach().view(-1), p.grad.detach().contiguous().view(-1)
+            tensors.append(state_tensor(state, group, seed, weight, grad, scale, state["step"]))
+        self.step_tensors(tensors)
+        for p, *_ in work:
+            torch.autograd.graph.increment_version(p)
+            self._seen[p] = mark(p)
+
+    def step_tensors(self, tensors: list[AdamTensor]) -> None:
+        """Steps tensors of one device, in its current stream."""
         from .kernels import triton_adam
 
-        for device in {p.device for p, _ in tensors}:
-            with torch.cuda.device(device if device.type == "cuda" else -1):
-                skipped = triton_adam.adam_step([t for p, t in tensors if p.device == device])
-            known = self._skipped.get(device)
-            self._skipped[device] = skipped if known is None else known + skipped
-        for p, _ in tensors:
-            torch.autograd.graph.increment_version(p)
-            self._seen[p] = _Seen(mark(p), sum_of_bits(p))
+        device = tensors[0].weight.device
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        skipped, known = triton_adam.adam_step(tensors), self._skipped.get((device, stream))
+        self._skipped[device, stream] = skipped if known is None else known.add_(skipped)
 
     def skipped_blocks(self) -> int:
         """Blocks left as they were for their gradients, so far. Waits for the device."""
+        for device in {device for device, _ in self._skipped if device.type == "cuda"}:
+            torch.cuda.synchronize(device)
         return sum(int(skipped) for skipped in self._skipped.values())
 
 

@@ -165,6 +165,18 @@ def _load_master(source: State, state: State, wanted: int | None, name: str) -> 
         state[key] = source[key].detach().cpu().flatten().clone()
 
 
+def held(states: Mapping[Tensor, Mapping[str, Any]]) -> dict[str, int]:
+    """What the states of parameters hold: number of ``parameters``, bytes of their ``states`` and ``master``."""
+    total = {"parameters": 0, "states": 0, "master": 0}
+    for p, state in states.items():
+        if state:
+            moments, master = nbytes(state)
+            total["parameters"] += p.numel()
+            total["states"] += moments
+            total["master"] += master
+    return total
+
+
 def nbytes(state: Mapping[str, Any]) -> tuple[int, int]:
     """(bytes of the two moments with their scales, bytes of the master)."""
     size = {key: value.nbytes for key, value in state.items() if isinstance(value, Tensor)}

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 
 from .block import Block, Place, Updates
-from .link import Link
+from .link import Link, Slot
 from .shelf import Shelf
 
 AHEAD = 2  # so many blocks are fetched before they are used
@@ -142,7 +142,7 @@ class Streamer:
         grads = [None if p.grad is None else p.grad.to(device, copy=True) for _, p in block.params]
         self._exchange(block, moved, grads)
         block.kept = True
-        self._places[block].home = []
+        self._places[block].home = self._places[block].gradient_home = []
         self.shelf.drop(block.number)
         self._expect_the_order_of_blocks()
 
@@ -322,13 +322,21 @@ class Streamer:
         return follower is None
 
     # -- the verbs --------------------------------------------------------------------------------------------------
-    def _fetch(self, block: Block, backward: bool) -> None:
+    def _fetch(self, block: Block, backward: bool, wait: bool = True) -> None:
+        """Starts what is not there yet on its way, but for a block that the CPU is updating, unless told to wait."""
         place = self._places[block]
         if not place.weights.there:
-            if self.updates is not None:
+            luggage = self._take_luggage(block, wait)
+            if luggage is None and self.updates is not None:
+                if not wait and not self.updates.done(block.number):
+                    return
                 self.updates.wait(block.number)
             self._make_room()
-            place.weights.ticket = self.link.fetch(place.weights.slot, self.shelf.weights(block.number))
+            slot, slab = place.weights.slot, self.shelf.weights(block.number)
+            if luggage is None:
+                place.weights.ticket = self.link.fetch(slot, slab)
+            else:
+                place.weights.ticket = self._update_on_the_way(block, luggage, slot, slab)
             place.weights.there, place.round = True, self._round
             self._there[block] = None
             self.fetches += 1
@@ -347,6 +355,31 @@ class Streamer:
                 gradients.ticket = self.link.fetch(gradients.slot, slab)
                 gradients.there = True
 
+    def _take_luggage(self, block: Block, needed: bool) -> Any:
+        """A block's update, if the device may do it and has it sooner than the optimizer; or None."""
+        place = self._places[block]
+        if self.updates is None or not place.gradient_home or self.updates.done(block.number):
+            return None
+        assert block.gradient_layer is not None
+        nbytes = 2 * block.layer.nbytes + block.gradient_layer.nbytes  # the states are about as large as the weights
+        seconds = 0.0 if needed else self.link.seconds(nbytes)
+        weights: dict[Tensor, Tensor] = {p: home for (_, p), home in zip(block.params, place.home, strict=True)}
+        grads: dict[Tensor, Tensor] = dict(zip(block.trained, place.gradient_home, strict=True))
+        return self.updates.take(block.number, weights, grads, seconds)
+
+    def _update_on_the_way(self, block: Block, luggage: Any, slot: Slot, slab: Tensor) -> Any:
+        """Fetches a block, has the device update it, and sends weights and states home. Returns the ticket."""
+        assert block.gradient_layer is not None
+        layer, views = block.gradient_layer, self._places[block].weights.views
+        weights = {p: view for (_, p), view in zip(block.params, views, strict=True)}
+
+        def step(states: Tensor, grads: Tensor) -> None:
+            luggage.step(weights, dict(zip(block.trained, layer.views(grads), strict=True)), states)
+
+        ticket, sent = self.link.update(slot, slab, luggage.home, self.shelf.gradients(block.number), step)
+        luggage.hand_over(lambda: self.link.arrived(sent), lambda: self.link.has_arrived(sent))
+        return ticket
+
     def _fetch_ahead(self, block: Block, order: Mapping[Block, Block]) -> None:
         backward = order is self._before
         for _ in range(self.ahead):
@@ -354,9 +387,7 @@ class Streamer:
             if following is None:
                 return
             block = following
-            if self.updates is not None and not self.updates.done(block.number):
-                return  # not worth waiting for: the device would have nothing to do meanwhile
-            self._fetch(block, backward)
+            self._fetch(block, backward, wait=False)  # or else the device would have nothing to do meanwhile
 
     def _make_room(self) -> None:
         """Gives up copies that were fetched and not used: the order was another one than last time."""
@@ -414,6 +445,8 @@ class Streamer:
         passing = early and not place.gradients.there
         slab = self.shelf.borrow(block.number) if passing else self.shelf.gradients(block.number)
         views = block.gradient_layer.views(slab)
+        if not passing:
+            place.gradient_home = views
         homes: dict[Tensor, Tensor] = {
             p: view for p, view in zip(block.trained, views, strict=True) if p.grad is not None
         }

@@ -55,9 +55,13 @@ def late(step):
 
 class Machine(RuleBasedStateMachine):
     @initialize(
-        seed=st.integers(0, 1000), offload=st.sampled_from(["cpu", "0.6"]), debug=st.booleans(), early=st.booleans()
+        seed=st.integers(0, 1000),
+        offload=st.sampled_from(["cpu", "0.6"]),
+        debug=st.booleans(),
+        early=st.booleans(),
+        travels=st.booleans(),
     )
-    def start(self, seed: int, offload: str, debug: bool, early: bool) -> None:
+    def start(self, seed: int, offload: str, debug: bool, early: bool, travels: bool) -> None:
         torch.set_num_threads(1)
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(attachment, "HostLink", lambda: LateLink(seed))
@@ -65,7 +69,8 @@ class Machine(RuleBasedStateMachine):
         self.reference, self.model = Chain(), Chain()
         self.streamer = attach(self.model, LowMemConfig(offload=offload, debug=debug))
         self.optimizers = [LowBitAdamW(m.parameters(), lr=1e-2, state_bits=32) for m in (self.reference, self.model)]
-        overlap(self.streamer, self.optimizers[1])
+        self.travels = travels
+        overlap(self.streamer, self.optimizers[1], travels)
         self.early = early
         self.inputs = torch.Generator().manual_seed(seed)
         self.losses: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -152,7 +157,16 @@ class Machine(RuleBasedStateMachine):
     def attach_anew(self, offload: str) -> None:
         detach(self.model)
         self.streamer = attach(self.model, LowMemConfig(offload=offload))
-        overlap(self.streamer, self.optimizers[1])
+        overlap(self.streamer, self.optimizers[1], self.travels)
+
+    @precondition(lambda self: not self.losses)
+    @rule(which=st.integers(0, BLOCKS - 1))
+    def move_a_block(self, which: int) -> None:
+        """To the device for good, or back."""
+        block = self.streamer.blocks[which % len(self.streamer.blocks)]
+        self.optimizers[1].about_to_move(p for _, p in block.params)
+        (self.streamer.give_up if block.kept else self.streamer.keep)(block)
+        overlap(self.streamer, self.optimizers[1], self.travels)
 
     @invariant()
     def everything_is_at_home(self) -> None:

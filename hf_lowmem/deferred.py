@@ -1,0 +1,219 @@
+"""``Deferred``: updates that go on after a step; ``Luggage``: one that a GPU does, for it needs the weights at once.
+
+The states travel with the weights, are updated on the GPU, and go home again: a CPU's cores are bound by how much
+memory each of them can ask for, and what a GPU copies comes on top of that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .kernels.adam import AdamTensor, state_tensor
+from .late import LateUpdates
+from .layer import Layer
+from .memory import PinnedArena
+from .state import State
+
+Work = Sequence[tuple[Tensor, Mapping[str, Any], Tensor, int]]
+
+
+class StateSlab:
+    """The optimizer states of some parameters in one piece of host memory, which moves as a whole.
+
+    Args:
+        states: whose tensors move here; they keep their names and become views.
+        pin: whether a GPU is to copy them.
+    """
+
+    def __init__(self, states: Sequence[State], pin: bool) -> None:
+        tensors = [(f"{i} {key}", x) for i, state in enumerate(states) for key, x in _tensors(state).items()]
+        self._layer = Layer.of(tensors)
+        self._arena = PinnedArena([self._layer.nbytes]) if pin else None  # which must live as long as its part
+        self.home = self._arena.parts[0] if self._arena else torch.empty(self._layer.nbytes, dtype=torch.uint8)
+        for state, views in zip(states, self.unpack(self.home, len(states)), strict=True):
+            for key, view in views.items():
+                view.copy_(state[key])
+            state.update(views)
+        self._keys = [{key: view.data_ptr() for key, view in _tensors(state).items()} for state in states]
+
+    def holds(self, states: Sequence[State]) -> bool:
+        """Whether the tensors of these states are the ones that lie here, and no others."""
+        return self._keys == [{key: x.data_ptr() for key, x in _tensors(state).items()} for state in states]
+
+    def unpack(self, slab: Tensor, count: int) -> list[dict[str, Tensor]]:
+        """The tensors of each of ``count`` states within the slab's bytes, ``uint8[nbytes]``, wherever they are."""
+        found: list[dict[str, Tensor]] = [{} for _ in range(count)]
+        for spec, view in zip(self._layer.specs, self._layer.views(slab), strict=True):
+            number, key = spec.name.split()
+            found[int(number)][key] = view
+        return found
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {key: x for key, x in state.items() if isinstance(x, Tensor)}
+
+
+@dataclass(frozen=True)
+class Luggage:
+    """A deferred step of one group of parameters, of the values that hyperparameters had when it was due.
+
+    Args:
+        work: (parameter, its group, its flat gradient in host memory, number of its step) of each.
+        states: of these parameters.
+        slab: where the states lie.
+        seed: of the optimizer.
+        scale: what gradients are to be multiplied with.
+        engine: steps tensors on their device.
+        hand_over: takes over from the CPU: (returns when all is at home again, whether it is).
+    """
+
+    work: Work
+    states: Sequence[State]
+    slab: StateSlab
+    seed: int
+    scale: float
+    engine: Callable[[list[AdamTensor]], None]
+    hand_over: Callable[[Callable[[], None], Callable[[], bool]], None]
+
+    @property
+    def home(self) -> Tensor:
+        """The states' bytes, ``uint8[nbytes]``."""
+        return self.slab.home
+
+    def fits(self, weights: Mapping[Tensor, Tensor], grads: Mapping[Tensor, Tensor]) -> bool:
+        """Whether the homes of weights and gradients, by parameter, are what this step is about."""
+        return all(
+            p in weights
+            and p in grads
+            and weights[p].data_ptr() == p.data_ptr()
+            and grads[p].data_ptr() == grad.data_ptr()
+            and grads[p].dtype is grad.dtype
+            for p, _, grad, _ in self.work
+        )
+
+    def step(self, weights: Mapping[Tensor, Tensor], grads: Mapping[Tensor, Tensor], slab: Tensor) -> None:
+        """Does it on a device.
+
+        Args:
+            weights, grads: copies there, by parameter.
+            slab: copy of the states' bytes.
+        """
+        tensors = []
+        unpacked = self.slab.unpack(slab, len(self.states))
+        for (p, group, _, number), state, views in zip(self.work, self.states, unpacked, strict=True):
+            weight, grad = weights[p].view(-1), grads[p].view(-1)
+            there = {**state, **views}
+            tensors.append(state_tensor(there, group, self.seed, weight, grad, self.scale, number))
+        self.engine(tensors)
+
+
+class Deferred:
+    """The deferred updates of an optimizer, by number of their group.
+
+    [Note: who does what] The CPU does one group after another. A GPU that needs one which is still far behind takes it
+    away and does it itself: the two meet in the middle of the queue all the time. The first groups are needed at once,
+    so the CPU leaves them to the end of its queue where a GPU will take them.
+
+    Attributes:
+        groups: the number of each parameter that is deferred.
+        travels: so many groups at the beginning a GPU is expected to take; 0: it takes none at all.
+    """
+
+    def __init__(self) -> None:
+        self.groups: dict[Tensor, int] = {}
+        self.travels = 0
+        self._late = LateUpdates()
+        self._slabs: dict[int, StateSlab] = {}
+        self._queue: dict[int, tuple[Callable[[], None], Luggage | None, int]] = {}  # with the number of values
+        self._seconds = 0.0  # that the CPU takes for a value, lately
+
+    def set_groups(self, groups: Iterable[Iterable[Tensor]], travels: int) -> None:
+        """Replaces the groups, once earlier updates are done."""
+        self.forget()
+        self.groups = {p: number for number, group in enumerate(groups) for p in group}
+        self.travels = travels
+
+    def forget(self) -> None:
+        """Waits for all updates, and forgets where states are: they have been replaced, or are about to be."""
+        self.wait()
+        self._slabs.clear()
+
+    def in_order(self, numbers: Iterable[int]) -> list[int]:
+        """Groups in the order in which they are to be added."""
+        ordered = sorted(numbers)
+        return ordered[self.travels :] + ordered[: self.travels]
+
+    def pack(
+        self,
+        number: int,
+        work: Work,
+        states: Sequence[State],
+        seed: int,
+        scale: float,
+        engine: Callable[[list[AdamTensor]], None],
+    ) -> Luggage:
+        """A group's next update as luggage; see there. Nobody may be updating the states."""
+        slab = self._slabs.get(number)
+        if slab is None or not slab.holds(states):
+            slab = self._slabs[number] = StateSlab(states, pin=torch.cuda.is_available())
+        return Luggage(work, states, slab, seed, scale, engine, partial(self._late.done_elsewhere, number))
+
+    def add(self, number: int, job: Callable[[], None], values: int, luggage: Luggage | None = None) -> None:
+        """Has the CPU do a group's update, behind those before it, unless somebody takes the luggage.
+
+        Args:
+            values: of the group's parameters together.
+        """
+
+        def timed() -> None:
+            start = time.perf_counter()
+            job()
+            seconds = (time.perf_counter() - start) / max(values, 1)
+            self._seconds = seconds if self._seconds == 0 else 0.8 * self._seconds + 0.2 * seconds
+
+        self._late.add(number, timed)
+        self._queue[number] = job, luggage, values
+
+    def take(
+        self, number: int, weights: Mapping[Tensor, Tensor], grads: Mapping[Tensor, Tensor], seconds: float
+    ) -> Luggage | None:
+        """See ``LowBitAdamW.take``."""
+        luggage = self._queue[number][1] if number in self._queue else None
+        if luggage is None or not luggage.fits(weights, grads) or seconds > self._seconds_until(number):
+            return None
+        if not self._late.take(number):
+            return None
+        del self._queue[number]
+        return luggage
+
+    def _seconds_until(self, number: int) -> float:
+        """How long it will be before the CPU has done a group."""
+        values = 0.0
+        for n, (_, _, count) in self._queue.items():
+            state = self._late.state(n)
+            values += {"waiting": 1.0, "running": 0.5, "done": 0.0}[state] * count
+            if n == number:
+                break
+        return values * self._seconds
+
+    def wait(self, number: int | None = None) -> None:
+        """Returns when a group's update, or all, are done. Raises: what has gone wrong in it."""
+        if number is None:
+            self._queue.clear()
+        else:
+            job, luggage, _ = self._queue.pop(number, (None, None, 0))
+            if job is not None and luggage is not None and self._late.take(number):
+                job()  # it may be the last one in the queue
+                return
+        self._late.wait(number)
+
+    def done(self, number: int) -> bool:
+        """Whether a group's update is done."""
+        return self._late.done(number)
