@@ -48,6 +48,7 @@ class Link(Protocol):
     """Copies between homes and slots, in their own time; see ``CudaLink``."""
 
     device: torch.device
+    bags: int  # so many layers have memory of the device for what travels with them
 
     def fetch(self, slot: Slot, home: Tensor) -> Any: ...
     def update(self, slot: Slot, home: Tensor, luggage: Tensor, grads: Tensor, step: Step) -> tuple[Any, Any]: ...
@@ -95,7 +96,8 @@ class CudaLink:
         self.device = device
         self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._side = torch.cuda.Stream(device)
-        self._bags = deque((_Bag(), _Bag()))  # one is filled while the other is updated and sent home
+        self.bags = 2  # one is filled while the other is updated and sent home
+        self._bags = deque(_Bag() for _ in range(self.bags))
         self._freed: list[torch.cuda.Event] = []
         self._untimed, self._fastest = 100, float("inf")  # copies that are still to be timed; seconds a byte
         self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event, int]] = deque()
@@ -217,7 +219,7 @@ class HostLink:
     """The same between two places in host memory: at once, for machines without a GPU."""
 
     def __init__(self) -> None:
-        self.device = torch.device("cpu")
+        self.device, self.bags = torch.device("cpu"), 0
 
     def fetch(self, slot: Slot, home: Tensor) -> None:
         slot.fill()

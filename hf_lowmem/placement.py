@@ -241,6 +241,8 @@ class Placement:
         there = sum((self._on_gpu(self._sizes[i]) for i in kept), Footprint())
         outside = self._on_gpu(self._outside)
         missing = outside.masters + outside.states  # the first step comes when this has been measured
+        if self._on_device and chosen:  # what travels with two blocks that are updated on the way
+            missing += self.streamer.link.bags * max(s.masters + s.states + s.gradients for s in self._sizes)
         largest = max(block.layer.nbytes for block in self.streamer.blocks)
         best, gradients = 0, 0
         for moment in self._moments:
