@@ -18,7 +18,7 @@ from torch import Tensor
 from .kernels.adam import AdamTensor, state_tensor
 from .late import LateUpdates
 from .layer import Layer
-from .memory import PinnedArena
+from .memory import PinnedArena, trim
 from .state import State
 
 Work = Sequence[tuple[Tensor, Mapping[str, Any], Tensor, int]]
@@ -136,9 +136,11 @@ class Deferred:
 
     def set_groups(self, groups: Iterable[Iterable[Tensor]], travels: int) -> None:
         """Replaces the groups, once earlier updates are done."""
-        self.forget()
+        self.wait()
         self.groups = {p: number for number, group in enumerate(groups) for p in group}
         self.travels = travels
+        numbers = set(self.groups.values()) if travels else set()
+        self._slabs = {number: slab for number, slab in self._slabs.items() if number in numbers}
 
     def forget(self) -> None:
         """Waits for all updates, and forgets where states are: they have been replaced, or are about to be."""
@@ -163,6 +165,7 @@ class Deferred:
         slab = self._slabs.get(number)
         if slab is None or not slab.holds(states):
             slab = self._slabs[number] = StateSlab(states, pin=torch.cuda.is_available())
+            trim()  # the states have been somewhere else before
         return Luggage(work, states, slab, seed, scale, engine, partial(self._late.done_elsewhere, number))
 
     def add(self, number: int, job: Callable[[], None], values: int, luggage: Luggage | None = None) -> None:

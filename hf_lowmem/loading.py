@@ -10,9 +10,7 @@ is to put it in its place.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,7 @@ from .attachment import check_room, device_or_default, hang, share_of, streamed_
 from .block import Block
 from .config import LowMemConfig
 from .layer import Layer
+from .memory import trim
 from .shelf import RamShelf
 
 METHOD = "hf_lowmem"  # our name among the quantizers
@@ -120,7 +119,7 @@ class Filling(QuantizationConfigMixin):
         self._shelf: RamShelf | None = None
         self._places: dict[str, tuple[int, int]] = {}  # by name: the block's number, and which of its tensors it is
         self._misfits: dict[str, torch.Size] = {}
-        self._freed = 0  # bytes of tensors that have been put in their places since the last _trim()
+        self._freed = 0  # bytes of tensors that have been put in their places since the last trim()
 
     def __deepcopy__(self, memo: Any) -> Filling:
         return self  # transformers copies configurations; there is one load
@@ -168,7 +167,7 @@ class Filling(QuantizationConfigMixin):
         self._freed += home.nbytes
         if self._freed >= TRIM:
             self._freed = 0
-            _trim()
+            trim()
         return home
 
     def check_shapes(self, model: nn.Module, ignore: bool, info: dict[str, Any]) -> None:
@@ -203,7 +202,7 @@ class Filling(QuantizationConfigMixin):
         shelf = self._shelf if fits else None
         self._blocks, self._shelf = [], None
         hang(model, blocks, self.device, self.config.debug, shelf)
-        _trim()
+        trim()
 
 
 def _places_in(block: Block) -> list[list[tuple[Any, ...]]]:
@@ -213,16 +212,6 @@ def _places_in(block: Block) -> list[list[tuple[Any, ...]]]:
         return [] if layer is None else [(s.shape, s.dtype, s.offset) for s in layer.specs]
 
     return [places(block.layer), places(block.gradient_layer)]
-
-
-def _trim() -> None:
-    """Gives freed memory back to the system. glibc keeps it, and cannot always use it again for aligned memory of the
-    same size: a cast model of tensors under 32 MiB leaves a third of its bytes in such holes.
-    """
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
-        if trim is not None:
-            trim(0)
 
 
 class _Failed(BaseException):

@@ -54,7 +54,7 @@ MAY_IMPORT = {
     "block": {"layer", "link", "shelf"},
     "stream": {"block", "link", "shelf"},
     "attachment": {"block", "config", "link", "loss", "memory", "plan", "shelf", "stream"},
-    "loading": {"attachment", "block", "config", "layer", "shelf", "stream"},
+    "loading": {"attachment", "block", "config", "layer", "memory", "shelf", "stream"},
     "plan": {"codec"},
     "placement": {"block", "optim", "plan", "stream"},
     "overlap": {"optim", "resident", "stream"},
