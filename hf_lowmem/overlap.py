@@ -44,6 +44,28 @@ def total_norm(params: Sequence[nn.Parameter], streamer: Streamer | None) -> Ten
     return torch.linalg.vector_norm(torch.stack([norms[p].to(first) for p in in_order]))
 
 
+class NormAhead:
+    """The global norm of a model's gradients, begun on the device while the CPU is still busy with other things.
+
+    Args:
+        params: all of the model's parameters.
+        streamer: of the model, if it has one.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], streamer: Streamer | None) -> None:
+        self._norm = total_norm(params, streamer)
+        self._seen = [(p, p.grad, None if p.grad is None else p.grad._version) for p in params]
+
+    def of(self, params: Sequence[nn.Parameter]) -> Tensor | None:
+        """The norm, unless gradients are others now, or have been written."""
+        if len(params) != len(self._seen):
+            return None
+        for p, (q, grad, version) in zip(params, self._seen, strict=True):
+            if p is not q or p.grad is not grad or (grad is not None and grad._version != version):
+                return None
+        return self._norm
+
+
 def overlap(streamer: Streamer, optimizer: Any, travels: bool | None = None) -> bool:
     """Lets the optimizer update streamed blocks under the next forward, one after another, and the rest on the GPU.
 

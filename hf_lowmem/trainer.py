@@ -28,7 +28,7 @@ from .config import DEFAULT_OPTIM, OPTIM_BITS, LowMemConfig, merge
 from .loss import use_chunked_loss
 from .memory import ram_bytes
 from .optim import LowBitAdamW, param_bits
-from .overlap import SettleCallback, is_others, keep_on_device, may_look, overlap, total_norm, unwrapped
+from .overlap import NormAhead, SettleCallback, is_others, keep_on_device, may_look, overlap, total_norm, unwrapped
 from .placement import Placement, check_budgets, memory_of
 from .plan import footprint
 from .stream import Streamer
@@ -168,6 +168,7 @@ class LowMemMixin(_TrainerBase):
     lowmem: LowMemConfig
     _placement: Placement | None = None
     _inputs: InputOffload | None = None
+    _norm_ahead: NormAhead | None = None
 
     def __init__(self, *args: Any, lowmem: LowMemConfig | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         # Before the Trainer is made: that may move a model to a GPU and tokenize a data set.
@@ -217,9 +218,15 @@ class LowMemMixin(_TrainerBase):
         if self.lowmem.offload_activations:
             self._offload_inputs()
         if self._placement is None:
-            return super().training_step(*args, **kwargs)
-        self._placement.before_forward(_largest(args, kwargs))
-        again = Again.of(self.model)
+            loss = super().training_step(*args, **kwargs)
+        else:
+            self._placement.before_forward(_largest(args, kwargs))
+            loss = self._step_with_room(Again.of(self.model), args, kwargs)
+        if self.accelerator.sync_gradients and self.accelerator.scaler is None and self.model is not None:
+            self._norm_ahead = NormAhead(list(self.model.parameters()), streamer)
+        return loss
+
+    def _step_with_room(self, again: Again | None, args: Any, kwargs: Any) -> Tensor:
         while True:
             try:
                 return super().training_step(*_fresh(args), **_fresh(kwargs))
@@ -374,9 +381,12 @@ class LowMemMixin(_TrainerBase):
         """
         self.accelerator.unscale_gradients()
         params = list(model.parameters())
-        grads = [p.grad for p in params if p.grad is not None]
-        norm = total_norm(params, streamer_of(model))
+        ahead, self._norm_ahead = self._norm_ahead, None
+        norm = None if ahead is None else ahead.of(params)
+        if norm is None:
+            norm = total_norm(params, streamer_of(model))
         finite = bool(norm.isfinite())
+        grads = [p.grad for p in params if p.grad is not None]
         if not finite and all(bool(g.isfinite().all()) for g in grads):  # the gradients' own dtype was too narrow
             norm = torch.stack([g.double().norm().to(norm.device) for g in grads]).norm()
             finite = True
