@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .kernels.adam import AdamTensor, state_tensor
 from .late import LateUpdates
-from .layer import Layer
+from .layer import Layer, Spec
 from .memory import PinnedArena, trim
 from .state import State
 
@@ -34,10 +34,14 @@ class StateSlab:
 
     def __init__(self, states: Sequence[State], pin: bool) -> None:
         tensors = [(f"{i} {key}", x) for i, state in enumerate(states) for key, x in _tensors(state).items()]
-        self._layer = Layer.of(tensors)
-        self._arena = PinnedArena([self._layer.nbytes]) if pin else None  # which must live as long as its part
-        self.home = self._arena.parts[0] if self._arena else torch.empty(self._layer.nbytes, dtype=torch.uint8)
-        for state, views in zip(states, self.unpack(self.home, len(states)), strict=True):
+        layer = Layer.of(tensors)
+        self._specs: list[dict[str, Spec]] = [{} for _ in states]
+        for spec in layer.specs:
+            self._specs[int(spec.name.split()[0])][spec.name.split()[1]] = spec
+        self._arena = PinnedArena([layer.nbytes]) if pin else None  # which must live as long as its part
+        self.home = self._arena.parts[0] if self._arena else torch.empty(layer.nbytes, dtype=torch.uint8)
+        for number, state in enumerate(states):
+            views = self.unpack(number, self.part(number))
             for key, view in views.items():
                 view.copy_(state[key])
             state.update(views)
@@ -47,13 +51,20 @@ class StateSlab:
         """Whether the tensors of these states are the ones that lie here, and no others."""
         return self._keys == [{key: x.data_ptr() for key, x in _tensors(state).items()} for state in states]
 
-    def unpack(self, slab: Tensor, count: int) -> list[dict[str, Tensor]]:
-        """The tensors of each of ``count`` states within the slab's bytes, ``uint8[nbytes]``, wherever they are."""
-        found: list[dict[str, Tensor]] = [{} for _ in range(count)]
-        for spec, view in zip(self._layer.specs, self._layer.views(slab), strict=True):
-            number, key = spec.name.split()
-            found[int(number)][key] = view
-        return found
+    def part(self, number: int) -> Tensor:
+        """The bytes of one state, by its number among those given."""
+        start, stop = self._span(number)
+        return self.home[start:stop]
+
+    def unpack(self, number: int, part: Tensor) -> dict[str, Tensor]:
+        """The tensors of a state within a copy of its bytes, wherever that is."""
+        start, _ = self._span(number)
+        specs = self._specs[number]
+        return {key: replace(spec, offset=spec.offset - start).view(part) for key, spec in specs.items()}
+
+    def _span(self, number: int) -> tuple[int, int]:
+        specs = list(self._specs[number].values())
+        return specs[0].offset, specs[-1].offset + specs[-1].nbytes
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -82,11 +93,6 @@ class Luggage:
     engine: Callable[[list[AdamTensor]], None]
     hand_over: Callable[[Callable[[], None], Callable[[], bool]], None]
 
-    @property
-    def home(self) -> Tensor:
-        """The states' bytes, ``uint8[nbytes]``."""
-        return self.slab.home
-
     def fits(self, weights: Mapping[Tensor, Tensor], grads: Mapping[Tensor, Tensor]) -> bool:
         """Whether the homes of weights and gradients, by parameter, are what this step is about."""
         return all(
@@ -98,20 +104,27 @@ class Luggage:
             for p, _, grad, _ in self.work
         )
 
-    def step(self, weights: Mapping[Tensor, Tensor], grads: Mapping[Tensor, Tensor], slab: Tensor) -> None:
-        """Does it on a device.
+    def parts(self, weights: Mapping[Tensor, Tensor]) -> list[tuple[Tensor, Tensor, Callable[[Tensor, Tensor], None]]]:
+        """What is to be done, one parameter after another.
 
         Args:
-            weights, grads: copies there, by parameter.
-            slab: copy of the states' bytes.
+            weights: copies on the device, by parameter; they are changed there.
+
+        Returns: of each parameter, its state's bytes in host memory, which a step changes, its gradient's bytes there,
+            and the step, which takes copies of both.
         """
-        tensors = []
-        unpacked = self.slab.unpack(slab, len(self.states))
-        for (p, group, _, number), state, views in zip(self.work, self.states, unpacked, strict=True):
-            weight, grad = weights[p].view(-1), grads[p].view(-1)
-            there = {**state, **views}
-            tensors.append(state_tensor(there, group, self.seed, weight, grad, self.scale, number))
-        self.engine(tensors)
+
+        def part(i: int) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], None]]:
+            p, group, home, number = self.work[i]
+
+            def step(state: Tensor, grad: Tensor) -> None:
+                there = {**self.states[i], **self.slab.unpack(i, state)}
+                weight = weights[p].view(-1)
+                self.engine([state_tensor(there, group, self.seed, weight, grad.view(home.dtype), self.scale, number)])
+
+            return self.slab.part(i), home.view(torch.uint8), step
+
+        return [part(i) for i in range(len(self.work))]
 
 
 class Deferred:

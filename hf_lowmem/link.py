@@ -48,10 +48,11 @@ class Link(Protocol):
     """Copies between homes and slots, in their own time; see ``CudaLink``."""
 
     device: torch.device
-    bags: int  # so many layers have memory of the device for what travels with them
+    bags: int  # so many parts of what travels with a layer have memory of the device
 
     def fetch(self, slot: Slot, home: Tensor) -> Any: ...
-    def update(self, slot: Slot, home: Tensor, luggage: Tensor, grads: Tensor, step: Step) -> tuple[Any, Any]: ...
+    def update(self, slot: Slot, home: Tensor, parts: Sequence[Part]) -> tuple[Any, Any]: ...
+    def reserve(self, nbytes: int) -> None: ...
     def use(self, ticket: Any) -> None: ...
     def release(self, slot: Slot) -> None: ...
     def send(self, pairs: Sequence[tuple[Tensor, Tensor]], slot: Slot | None = None) -> Any: ...
@@ -61,11 +62,13 @@ class Link(Protocol):
     def seconds(self, nbytes: int) -> float: ...
 
 
-Step = Callable[[Tensor, Tensor], None]  # takes the copies of `luggage` and `grads`, and writes the slot
+# Bytes in host memory that an update changes, bytes that it reads, and the update: it takes copies of both, changes the
+# first and the slot, in the current stream.
+Part = tuple[Tensor, Tensor, Callable[[Tensor, Tensor], None]]
 
 
 class _Bag:
-    """Memory of a device for what travels with one layer's weights."""
+    """Memory of a device for what travels with a layer's weights: one part of it."""
 
     def __init__(self) -> None:
         self.buffer: Tensor | None = None
@@ -96,7 +99,7 @@ class CudaLink:
         self.device = device
         self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._side = torch.cuda.Stream(device)
-        self.bags = 2  # one is filled while the other is updated and sent home
+        self.bags = 3  # one is filled, one updated, and one sent home
         self._bags = deque(_Bag() for _ in range(self.bags))
         self._freed: list[torch.cuda.Event] = []
         self._untimed, self._fastest = 100, float("inf")  # copies that are still to be timed; seconds a byte
@@ -121,36 +124,43 @@ class CudaLink:
         self._timed.append((start, end, home.numel()))
         return end
 
-    def update(self, slot: Slot, home: Tensor, luggage: Tensor, grads: Tensor, step: Step) -> tuple[Any, Any]:
+    def update(self, slot: Slot, home: Tensor, parts: Sequence[Part]) -> tuple[Any, Any]:
         """Starts a copy down of a layer and of what its update needs, the update, and the copies home.
 
         Args:
             slot, home: of the layer.
-            luggage: host memory that the step changes.
-            grads: host memory that it reads.
-            step: does the update on the device, in the current stream.
+            parts: what travels with it, and what is to be done with that; see ``Part``.
 
         Returns: what ``use`` takes, and what ``arrived`` takes, of when all is at home.
         """
         self.fetch(slot, home)
-        bag = self._bags[0]
-        self._bags.rotate()
-        if bag.sent is not None:
-            self._down.wait_event(bag.sent)
-        with torch.cuda.stream(self._down):
-            states, gradients = bag.parts([luggage.numel(), grads.numel()], self.device)
-            states.copy_(luggage, non_blocking=True)
-            gradients.copy_(grads, non_blocking=True)
-        self._side.wait_stream(self._down)
-        with torch.cuda.stream(self._side):
-            step(states, gradients)
+        for state, grad, step in parts:
+            bag = self._bags[0]
+            self._bags.rotate(-1)
+            if bag.sent is not None:
+                self._down.wait_event(bag.sent)
+            with torch.cuda.stream(self._down):
+                there = bag.parts([state.numel(), grad.numel()], self.device)
+                for copy, source in zip(there, (state, grad), strict=True):
+                    copy.copy_(source, non_blocking=True)
+            self._side.wait_stream(self._down)
+            with torch.cuda.stream(self._side):
+                step(*there)
+            self._up.wait_stream(self._side)
+            with torch.cuda.stream(self._up):
+                state.copy_(there[0], non_blocking=True)
+            bag.sent = self._up.record_event()
         updated = self._side.record_event()
-        self._up.wait_event(updated)
         with torch.cuda.stream(self._up):
             home.copy_(slot.buffer, non_blocking=True)
-            luggage.copy_(states, non_blocking=True)
-        bag.sent = slot.sent = self._up.record_event()
-        return updated, bag.sent
+        slot.sent = self._up.record_event()
+        return updated, slot.sent
+
+    def reserve(self, nbytes: int) -> None:
+        """Takes the memory of the device that is needed for parts of so many bytes."""
+        with torch.cuda.stream(self._down):
+            for bag in self._bags:
+                bag.parts([nbytes], self.device)
 
     def use(self, ticket: torch.cuda.Event) -> None:
         """Makes the computing stream wait for a fetch. The CPU does not wait."""
@@ -225,13 +235,16 @@ class HostLink:
         slot.fill()
         slot.buffer.copy_(home)
 
-    def update(self, slot: Slot, home: Tensor, luggage: Tensor, grads: Tensor, step: Step) -> tuple[None, None]:
+    def update(self, slot: Slot, home: Tensor, parts: Sequence[Part]) -> tuple[None, None]:
         self.fetch(slot, home)
-        states = luggage.clone()
-        step(states, grads.clone())
+        for state, grad, step in parts:
+            copy = state.clone()
+            step(copy, grad.clone())
+            state.copy_(copy)
         home.copy_(slot.buffer)
-        luggage.copy_(states)
         return None, None
+
+    def reserve(self, nbytes: int) -> None: ...
 
     def use(self, ticket: None) -> None: ...
 

@@ -17,7 +17,7 @@ import torch
 
 from .block import Block
 from .optim import LowBitAdamW
-from .plan import Footprint, Plan, footprint, spread
+from .plan import Footprint, Plan, footprint, readable, spread
 from .stream import Streamer
 
 CONTEXT = 600 * 10**6  # bytes of the GPU that CUDA itself takes in a process
@@ -32,6 +32,7 @@ class Memory(Protocol):
 
     def peak(self) -> int: ...
     def taken(self) -> int: ...
+    def held(self) -> str: ...
     def tidy(self) -> None: ...
 
 
@@ -67,6 +68,11 @@ class GpuMemory:
     def taken(self) -> int:
         """Bytes that tensors take now."""
         return torch.cuda.memory_allocated(self._device)
+
+    def held(self) -> str:
+        """The peaks since this was asked last, for a message."""
+        reserved = torch.cuda.max_memory_reserved(self._device)
+        return f"tensors {readable(self.peak())}, with what lies between them {readable(reserved)}"
 
     def tidy(self) -> None:
         """Gives back what the allocator keeps for later, in pieces that may not fit what comes."""
@@ -175,6 +181,8 @@ class Placement:
         self._outside = outside
         widths = optimizer.widths()
         self._sizes = [footprint([p for _, p in block.params], widths) for block in streamer.blocks]
+        parts = (footprint([p], widths) for block in streamer.blocks for _, p in block.params)
+        self._part = max(part.masters + part.states + part.gradients for part in parts) + 2**16
         self._cost = max(self._on_gpu(size).total for size in self._sizes)
         self._moments: list[Moment] = []
         self._ended: set[int] = set()
@@ -222,9 +230,10 @@ class Placement:
             return False
         streamed = min(count, streamed + max(1, count // 8))
         self._adjustments = ADJUSTMENTS
+        held = self.memory.held()
         self._place(streamed)
         self.plan = self._planned(streamed)
-        self.report(f"hf_lowmem: the GPU ran out of memory; {self._sentence()}")
+        self.report(f"hf_lowmem: the GPU ran out of memory ({held}); {self._sentence()}")
         return True
 
     # -- measuring --------------------------------------------------------------------------------------------------
@@ -242,7 +251,7 @@ class Placement:
         outside = self._on_gpu(self._outside)
         missing = outside.masters + outside.states  # the first step comes when this has been measured
         if self._on_device and chosen:  # what travels with two blocks that are updated on the way
-            missing += self.streamer.link.bags * max(s.masters + s.states + s.gradients for s in self._sizes)
+            missing += self.streamer.link.bags * self._part
         largest = max(block.layer.nbytes for block in self.streamer.blocks)
         best, gradients = 0, 0
         for moment in self._moments:
@@ -320,6 +329,8 @@ class Placement:
                 self.streamer.keep(block)
         finally:
             self._moved()
+        if streamed and self._on_device:
+            self.streamer.link.reserve(self._part)
         self.memory.peak()
 
     def _spread(self, streamed: int) -> Sequence[int]:

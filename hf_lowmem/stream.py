@@ -369,14 +369,9 @@ class Streamer:
 
     def _update_on_the_way(self, block: Block, luggage: Any, slot: Slot, slab: Tensor) -> Any:
         """Fetches a block, has the device update it, and sends weights and states home. Returns the ticket."""
-        assert block.gradient_layer is not None
-        layer, views = block.gradient_layer, self._places[block].weights.views
+        views = self._places[block].weights.views
         weights = {p: view for (_, p), view in zip(block.params, views, strict=True)}
-
-        def step(states: Tensor, grads: Tensor) -> None:
-            luggage.step(weights, dict(zip(block.trained, layer.views(grads), strict=True)), states)
-
-        ticket, sent = self.link.update(slot, slab, luggage.home, self.shelf.gradients(block.number), step)
+        ticket, sent = self.link.update(slot, slab, luggage.parts(weights))
         luggage.hand_over(lambda: self.link.arrived(sent), lambda: self.link.has_arrived(sent))
         return ticket
 

@@ -56,20 +56,22 @@ class LateLink(HostLink):
         self._filling[slot] = self._late(slot.buffer, home)
         return self._filling[slot]
 
-    def update(self, slot, home, luggage, grads, step):
+    def update(self, slot, home, parts):
         fetched, pause = self.fetch(slot, home), self._random.choice([0.0, 0.002])
 
         def updating():
             fetched.result()
-            states = luggage.clone()
-            step(states, grads.clone())
-            return states
+            copies = [(state.clone(), grad.clone()) for state, grad, _ in parts]
+            for (_, _, step), there in zip(parts, copies, strict=True):
+                step(*there)
+            return copies
 
         def sending():
-            states = updated.result()
+            copies = updated.result()
             time.sleep(pause)
             home.copy_(slot.buffer)
-            luggage.copy_(states)
+            for (state, _, _), (copy, _) in zip(parts, copies, strict=True):
+                state.copy_(copy)
 
         updated = self._others.submit(updating)
         sent = self._others.submit(sending)

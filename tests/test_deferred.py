@@ -156,7 +156,8 @@ def test_a_slab_of_states() -> None:
     copies = [{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in s.items()} for s in states]
     slab = StateSlab(states, pin=False)
     assert slab.holds(states)
-    for state, copy, views in zip(states, copies, slab.unpack(slab.home.clone(), 2), strict=True):
+    for number, (state, copy) in enumerate(zip(states, copies, strict=True)):
+        views = slab.unpack(number, slab.part(number).clone())
         for key, value in copy.items():
             assert torch.equal(torch.as_tensor(state[key]), torch.as_tensor(value))
             if isinstance(value, torch.Tensor):

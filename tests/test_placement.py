@@ -47,6 +47,9 @@ class CountedMemory:
     def peak(self) -> int:
         return self.taken() + streamer_of(self.trainer.model).passing_bytes + self.activations * self.values
 
+    def held(self) -> str:
+        return f"{self.peak()} bytes"
+
     def tidy(self) -> None: ...
 
 
