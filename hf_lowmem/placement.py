@@ -228,7 +228,7 @@ class Placement:
         count = len(self.streamer.blocks)
         if self.plan is None or streamed == count:
             return False
-        streamed = min(count, streamed + max(1, count // 8))
+        streamed = min(count, streamed + max(1, count // 16))
         self._adjustments = ADJUSTMENTS
         held = self.memory.held()
         self._place(streamed)
