@@ -14,7 +14,7 @@ from transformers.trainer import Trainer
 from transformers.trainer_callback import TrainerCallback
 
 from .optim import LowBitAdamW
-from .resident import why_not
+from .resident import kinds_of, why_not
 from .stream import Streamer
 
 
@@ -82,7 +82,9 @@ def overlap(streamer: Streamer, optimizer: Any, travels: bool | None = None) -> 
     optimizer = unwrapped(optimizer)
     device = streamer.link.device
     if travels is None:
-        travels = device.type == "cuda" and why_not(device) is None
+        streamed = {p for block in streamer.blocks for _, p in block.params}
+        widths = {p: width for p, width in optimizer.widths().items() if p in streamed}
+        travels = device.type == "cuda" and why_not(device, kinds_of(widths)) is None
     at_once = streamer.ahead + 1 if travels else 0
     optimizer.defer(([] if block.kept else [p for _, p in block.params] for block in streamer.blocks), at_once)
     streamer.updates = optimizer
@@ -91,8 +93,9 @@ def overlap(streamer: Streamer, optimizer: Any, travels: bool | None = None) -> 
 
 def keep_on_device(optimizer: LowBitAdamW) -> bool:
     """Keeps the states of all parameters that are on a GPU there. Returns whether that goes; it warns if not."""
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.device.type == "cuda"]
-    reason = next(filter(None, (why_not(device) for device in {p.device for p in params})), None)
+    widths = {p: width for p, width in optimizer.widths().items() if p.device.type == "cuda"}
+    params, kinds = list(widths), kinds_of(widths)
+    reason = next(filter(None, (why_not(device, kinds) for device in {p.device for p in params})), None)
     if reason is None:
         optimizer.keep_on_device(params)
         return True

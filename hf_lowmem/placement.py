@@ -8,6 +8,7 @@ placement may change in any step: it does where a longer batch comes, and where 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -21,7 +22,10 @@ from .plan import Footprint, Plan, footprint, readable, spread
 from .stream import Streamer
 
 CONTEXT = 600 * 10**6  # bytes of the GPU that CUDA itself takes in a process
-SLACK = 0.04  # of the GPU's memory, which fragmentation may take
+# Of the GPU's memory, what fragmentation may take: with the allocator's expandable segments, and without. Measured on
+# an 8B Llama shape under 24 GiB: with them 4 % were enough, without them 5.3 % were not.
+SLACK, SLACK_WITHOUT = 0.04, 0.08
+LEAST_SLACK = 150 * 10**6
 ADJUSTMENTS = 3  # steps after the first in which more may still be kept
 
 
@@ -34,6 +38,12 @@ class Memory(Protocol):
     def taken(self) -> int: ...
     def held(self) -> str: ...
     def tidy(self) -> None: ...
+
+
+def expandable() -> bool:
+    """Whether torch's allocator has been asked for expandable segments."""
+    settings = [os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")]
+    return any("expandable_segments:true" in setting.lower().replace(" ", "") for setting in settings)
 
 
 class GpuMemory:
@@ -57,7 +67,8 @@ class GpuMemory:
         if budget is not None:
             self.available = min(self.available, max(0, budget - CONTEXT))
             torch.cuda.set_per_process_memory_fraction(self.available / total, device)
-        self.limit = int(self.available * (1 - SLACK))
+        share = SLACK if expandable() else SLACK_WITHOUT
+        self.limit = self.available - max(LEAST_SLACK, int(self.available * share))
 
     def peak(self) -> int:
         """The most bytes that tensors have taken since this was asked last."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .home import Mark, mark
-from .kernels.adam import AdamTensor, state_tensor
+from .kernels.adam import AdamTensor, adam_step, state_tensor
 from .state import State, new_state
 
 Work = tuple[Tensor, Mapping[str, Any], State, int | None]
@@ -97,23 +97,56 @@ class ResidentUpdates:
         return sum(int(skipped) for skipped in self._skipped.values())
 
 
-@functools.cache
-def why_not(device: torch.device) -> str | None:
-    """Why parameters on a device cannot be updated there: what goes wrong when that is tried; None if nothing does.
+Kind = tuple[torch.dtype, int, bool]  # of a parameter: its dtype, the bits of a moment, whether it has a 24-bit master
+PROBE = 2 * 1024 + 300  # values of a parameter that is tried: whole tiles, and a rest
 
-    Triton may be missing, or the C compiler that it calls, or it may not know the GPU.
+
+def kinds_of(widths: Mapping[Tensor, tuple[int, int | None]]) -> frozenset[Kind]:
+    """The kinds among parameters, by the bits of a moment and of the master of each, that the device can update."""
+    return frozenset((p.dtype, bits, master == 24) for p, (bits, master) in widths.items() if master != 32)
+
+
+def why_not(device: torch.device, kinds: frozenset[Kind]) -> str | None:
+    """Why parameters of these kinds cannot be updated on a device: what goes wrong when that is tried; None if nothing.
+
+    Triton may be missing, or the C compiler that it calls; it may not know the GPU, or compute other bits there than
+    the oracle does.
     """
+    return next(filter(None, (_goes_wrong(device, kind) for kind in sorted(kinds, key=str))), None)
+
+
+@functools.cache
+def _goes_wrong(device: torch.device, kind: Kind) -> str | None:
     try:
         from .kernels import triton_adam
 
-        value = torch.zeros(256, dtype=torch.bfloat16, device=device)
-        group = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-        state = {key: x.to(device) if isinstance(x, Tensor) else x for key, x in new_state(256, 4, 0).items()}
+        ours, oracle = _probe(kind, device), _probe(kind, torch.device("cpu"))
         with torch.cuda.device(device if device.type == "cuda" else -1):
-            triton_adam.adam_step([state_tensor(state, group, 0, value, value.clone(), 1.0, 1)])
+            counts = [(int(triton_adam.adam_step([ours])), adam_step([oracle])) for _ in range(2)]
     except Exception as error:  # whatever it is, the states can rest in RAM instead
         return f"{type(error).__name__}: {error}"
-    return None
+    parts = ("weight", "m", "v", "m_scale", "v_scale", "extension")
+    pairs = [(getattr(ours, name), getattr(oracle, name)) for name in parts]
+    same = all(torch.equal(one.cpu(), other) for one, other in pairs if one is not None)
+    if same and all(one == other for one, other in counts):
+        return None
+    dtype, bits, _ = kind
+    return f"it computes other bits than it should for {dtype} with {bits}-bit states: please report this"
+
+
+def _probe(kind: Kind, device: torch.device) -> AdamTensor:
+    """A parameter with gradients of all sizes, one of which is none."""
+    dtype, bits, extended = kind
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(PROBE, generator=generator).to(dtype)
+    grad = (torch.randn(PROBE, generator=generator) * torch.logspace(-12, 2, PROBE)).to(dtype)
+    grad[700] = float("inf")
+    state = new_state(PROBE, bits, 0)
+    if extended:
+        state["extension"] = torch.arange(PROBE).to(torch.int8)
+    state = {key: x.to(device) if isinstance(x, Tensor) else x for key, x in state.items()}
+    group = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+    return state_tensor(state, group, 7, weight.to(device), grad.to(device), 0.5, 3)
 
 
 def state_in_ram(state: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from kernels.test_triton_adam import fused  # noqa: F401 - a fixture
 
 from hf_lowmem.optim import LowBitAdamW
+from hf_lowmem.resident import _goes_wrong, kinds_of, why_not
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -108,6 +109,41 @@ def test_a_weight_that_was_written_has_lost_its_master(through_data) -> None:
     assert torch.equal(params[0].detach(), torch.full_like(params[0], 0.5))
     # the other's master is kept: rounded anew, by no more than its last place
     assert (optimizer.state[params[2]]["extension"].int() - kept.int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize("bits", [4, 8, 32])
+@pytest.mark.parametrize(
+    ("dtype", "extended"),
+    [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True), (torch.float32, False)],
+)
+def test_a_device_is_tried_before_it_is_used(dtype, extended, bits) -> None:
+    assert why_not(torch.device(DEVICE), frozenset([(dtype, bits, extended)])) is None
+
+
+def test_a_kernel_that_computes_other_bits_is_not_used(monkeypatch) -> None:
+    from hf_lowmem.kernels import triton_adam
+
+    step = triton_adam.adam_step
+
+    def wrong(tensors):
+        skipped = step(tensors)
+        tensors[0].v[5] ^= 1
+        return skipped
+
+    monkeypatch.setattr(triton_adam, "adam_step", wrong)
+    _goes_wrong.cache_clear()
+    kinds = frozenset([(torch.bfloat16, 4, True)])
+    assert "it computes other bits than it should" in why_not(torch.device(DEVICE), kinds)
+    monkeypatch.setattr(triton_adam, "adam_step", lambda tensors: 1 / 0)
+    _goes_wrong.cache_clear()
+    assert why_not(torch.device(DEVICE), kinds) == "ZeroDivisionError: division by zero"
+    _goes_wrong.cache_clear()
+
+
+def test_kinds() -> None:
+    params = [nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32, torch.float16)]
+    widths = dict(zip(params, [(4, 24), (32, None), (8, 32)], strict=True))
+    assert kinds_of(widths) == {(torch.bfloat16, 4, True), (torch.float32, 32, False)}
 
 
 def test_blocks_left_alone_are_counted() -> None:
