@@ -26,6 +26,7 @@ CONTEXT = 600 * 10**6  # bytes of the GPU that CUDA itself takes in a process
 # an 8B Llama shape under 24 GiB: with them 4 % were enough, without them 5.3 % were not.
 SLACK, SLACK_WITHOUT = 0.04, 0.08
 LEAST_SLACK = 150 * 10**6
+HINT = "With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment, more could stay."
 ADJUSTMENTS = 3  # steps after the first in which more may still be kept
 
 
@@ -33,6 +34,7 @@ class Memory(Protocol):
     """What a process takes of a device; see ``GpuMemory``."""
 
     limit: int
+    hint: str
 
     def peak(self) -> int: ...
     def taken(self) -> int: ...
@@ -56,6 +58,7 @@ class GpuMemory:
     Attributes:
         available: bytes that torch's allocator may take.
         limit: bytes that tensors may take, which leaves some for fragmentation.
+        hint: how that could be less; empty if it is little already.
     """
 
     def __init__(self, device: torch.device, budget: int | None) -> None:
@@ -68,6 +71,7 @@ class GpuMemory:
             self.available = min(self.available, max(0, budget - CONTEXT))
             torch.cuda.set_per_process_memory_fraction(self.available / total, device)
         share = SLACK if expandable() else SLACK_WITHOUT
+        self.hint = "" if expandable() else HINT
         self.limit = self.available - max(LEAST_SLACK, int(self.available * share))
 
     def peak(self) -> int:
@@ -292,7 +296,8 @@ class Placement:
         if self._ram_budget is not None:
             self.plan.check()
         self._place(self.plan.streamed)
-        self.report(f"hf_lowmem: {self._sentence()}\n{self.plan.table()}")
+        hint = f"\n{self.memory.hint}" if self.memory.hint and self.plan.streamed else ""
+        self.report(f"hf_lowmem: {self._sentence()}\n{self.plan.table()}{hint}")
 
     def _adjust(self) -> None:
         """Corrects the number by what a step has really taken."""

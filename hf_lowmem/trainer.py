@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -222,7 +223,8 @@ class LowMemMixin(_TrainerBase):
         else:
             self._placement.before_forward(_largest(args, kwargs))
             loss = self._step_with_room(Again.of(self.model), args, kwargs)
-        if self.accelerator.sync_gradients and self.accelerator.scaler is None and self.model is not None:
+        mine = self.accelerator.scaler is None and not self._steps_are_others()  # nobody changes gradients after this
+        if mine and self.accelerator.sync_gradients and self.model is not None:
             self._norm_ahead = NormAhead(list(self.model.parameters()), streamer)
         return loss
 
@@ -422,10 +424,10 @@ class Again:
 
 
 def _fresh(arguments: Any) -> Any:
-    """Arguments whose dicts of inputs may be emptied by a Trainer, as label smoothing does."""
+    """Arguments whose mappings of inputs may be emptied by a Trainer, as label smoothing does."""
     if isinstance(arguments, dict):
-        return {key: dict(x) if type(x) is dict else x for key, x in arguments.items()}
-    return tuple(dict(x) if type(x) is dict else x for x in arguments)
+        return {key: copy(x) if isinstance(x, MutableMapping) else x for key, x in arguments.items()}
+    return tuple(copy(x) if isinstance(x, MutableMapping) else x for x in arguments)
 
 
 def _largest(*arguments: Any) -> int:

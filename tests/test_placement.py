@@ -34,6 +34,7 @@ class CountedMemory:
     activations: int = 0
     trainer: LowMemTrainer | None = None
     values: int = 0
+    hint: str = "more could stay"
 
     def taken(self) -> int:
         streamer = streamer_of(self.trainer.model)
@@ -112,7 +113,9 @@ def test_the_same_training_with_any_room(tiny, tmp_path, memory, changes, capsys
         )
         if trainer._placement.plan.streamed:
             assert [b.name for b in explicit] == [b.name for b in blocks if not b.kept]
-        assert f'offload="{trainer._placement.plan.offload}"' in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert f'offload="{trainer._placement.plan.offload}"' in said
+        assert ("more could stay" in said) == (trainer._placement.plan.streamed > 0)
     assert len(kept) >= 3
 
 
