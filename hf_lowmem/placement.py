@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Protocol
 
@@ -292,9 +292,8 @@ class Placement:
     def _choose(self) -> None:
         plans = (self._planned(streamed) for streamed in range(len(self._sizes) + 1))
         plan = next((plan for plan in plans if plan.gpu <= self.memory.limit), None)
-        self.plan = plan or self._planned(len(self._sizes))
-        if self._ram_budget is not None:
-            self.plan.check()
+        self.plan = plan or self._planned(len(self._sizes))  # a step went through with all of them streamed
+        replace(self.plan, gpu_budget=None).check()
         self._place(self.plan.streamed)
         hint = f"\n{self.memory.hint}" if self.memory.hint and self.plan.streamed else ""
         self.report(f"hf_lowmem: {self._sentence()}\n{self.plan.table()}{hint}")
@@ -343,6 +342,9 @@ class Placement:
             self.memory.tidy()
             for block in coming:
                 self.streamer.keep(block)
+        except torch.OutOfMemoryError:  # the block is where it was, and those behind it
+            self._adjustments = ADJUSTMENTS
+            self.report("hf_lowmem: the GPU ran out of memory while blocks moved to it; fewer stay than planned")
         finally:
             self._moved()
         if streamed and self._on_device:

@@ -17,6 +17,7 @@ from hf_lowmem import trainer as doors
 from hf_lowmem.attachment import streamed_blocks, streamer_of
 from hf_lowmem.placement import Placement
 from hf_lowmem.plan import DoesNotFit
+from hf_lowmem.stream import Streamer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
@@ -144,6 +145,33 @@ def test_planned_is_what_a_step_takes(tiny, tmp_path, memory) -> None:
         assert 0.8 * plan.gpu <= max(samples) <= plan.gpu <= memory.limit
         streamed = [p for b in streamer_of(trainer.model).blocks if not b.kept for _, p in b.params]
         assert plan.in_ram.weights == sum(p.nbytes for p in streamed)
+
+
+def test_a_step_that_went_through_is_not_refused(tiny, tmp_path, memory) -> None:
+    """Although it has taken what was meant for the allocator."""
+    whole = fit(tiny, tmp_path, "none", optim="cpu_adam4bit")
+    auto(tiny, tmp_path)
+    memory.limit, memory.activations = memory.taken() + 300_000, 10**6
+    trainer = auto(tiny, tmp_path)
+    assert trainer._placement.plan.gpu > memory.limit
+    assert not any(block.kept for block in streamer_of(trainer.model).blocks)
+    assert_same(tiny, whole, trainer)
+
+
+def test_no_room_while_blocks_move(tiny, tmp_path, memory, monkeypatch, capsys) -> None:
+    whole = fit(tiny, tmp_path, "none", optim="cpu_adam4bit")
+    keep = Streamer.keep
+
+    def keep_two(self, block):
+        if sum(b.kept for b in self.blocks) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        keep(self, block)
+
+    monkeypatch.setattr(Streamer, "keep", keep_two)
+    trainer = auto(tiny, tmp_path)
+    assert sum(block.kept for block in streamer_of(trainer.model).blocks) == 2
+    assert "fewer stay than planned" in capsys.readouterr().out
+    assert_same(tiny, whole, trainer)
 
 
 def test_a_larger_batch_moves_blocks_back(tiny, tmp_path, memory, capsys) -> None:
