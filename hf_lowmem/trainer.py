@@ -367,8 +367,16 @@ class LowMemMixin(_TrainerBase):
 
     def _before_update(self) -> None:
         """When the gradients of a step are there."""
-        if self._placement is not None:
-            self._placement.before_update()
+        placement = self._placement
+        if placement is None:
+            return
+        measured = placement.plan is None
+        placement.before_update()
+        if measured and placement.plan is not None and placement.plan.streamed and not _checkpointed(self.model):
+            placement.report(
+                "hf_lowmem: every activation stays on the GPU until backward; with gradient_checkpointing=True more blocks "
+                "could stay there instead"
+            )
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return self._measure_gradients(model, self.args.max_grad_norm)
@@ -421,6 +429,11 @@ class Again:
         torch.set_rng_state(self.states[0])
         if self.states[1] is not None:
             torch.cuda.set_rng_state(self.states[1])
+
+
+def _checkpointed(model: nn.Module | None) -> bool:
+    """Whether any layer's activations are computed again in backward."""
+    return model is not None and any(getattr(m, "gradient_checkpointing", False) is True for m in model.modules())
 
 
 def _fresh(arguments: Any) -> Any:

@@ -116,7 +116,9 @@ def test_the_same_training_with_any_room(tiny, tmp_path, memory, changes, capsys
             assert [b.name for b in explicit] == [b.name for b in blocks if not b.kept]
         said = capsys.readouterr().out
         assert f'offload="{trainer._placement.plan.offload}"' in said
-        assert ("more could stay" in said) == (trainer._placement.plan.streamed > 0)
+        streamed = trainer._placement.plan.streamed > 0
+        assert ("more could stay" in said) == streamed
+        assert ("with gradient_checkpointing=True" in said) == (streamed and "gradient_checkpointing" not in changes)
     assert len(kept) >= 3
 
 
