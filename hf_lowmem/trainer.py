@@ -374,8 +374,8 @@ class LowMemMixin(_TrainerBase):
         placement.before_update()
         if measured and placement.plan is not None and placement.plan.streamed and not _checkpointed(self.model):
             placement.report(
-                "hf_lowmem: every activation stays on the GPU until backward; with gradient_checkpointing=True more blocks "
-                "could stay there instead"
+                "hf_lowmem: every activation stays on the GPU until backward; with gradient_checkpointing=True more "
+                "blocks could stay there instead"
             )
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
