@@ -291,8 +291,8 @@ def merge(lowmem: LowMemConfig | Mapping[str, Any] | None, optim: str | None, op
         default = LowMemConfig().to_dict()
         given = {key: value for key, value in lowmem.to_dict().items() if value != default.get(key)}
     else:
-        LowMemConfig.from_dict(lowmem)
-        given = dict(lowmem)
+        checked = LowMemConfig.from_dict(lowmem)
+        given = {key: getattr(checked, key) for key in lowmem}
     stock = parse_optim_args(optim or _name_of_bits(given.get("state_bits", 4)), optim_args)
     for key, value in given.items():
         if stock.get(key, value) == value:

@@ -40,11 +40,13 @@ class StateSlab:
             self._specs[int(spec.name.split()[0])][spec.name.split()[1]] = spec
         self._arena = PinnedArena([layer.nbytes]) if pin else None  # which must live as long as its part
         self.home = self._arena.parts[0] if self._arena else torch.empty(layer.nbytes, dtype=torch.uint8)
-        for number, state in enumerate(states):
-            views = self.unpack(number, self.part(number))
-            for key, view in views.items():
-                view.copy_(state[key])
-            state.update(views)
+        memory = self.home.numpy()
+        for state, specs in zip(states, self._specs, strict=True):
+            for key, spec in specs.items():
+                # A storage of its own, though of shared memory: torch.save refuses several types in one storage.
+                place = torch.frombuffer(memory, dtype=spec.dtype, count=state[key].numel(), offset=spec.offset)
+                place.copy_(state[key])
+                state[key] = place
         self._keys = [{key: view.data_ptr() for key, view in _tensors(state).items()} for state in states]
 
     def holds(self, states: Sequence[State]) -> bool:
@@ -67,6 +69,25 @@ class StateSlab:
         return specs[0].offset, specs[-1].offset + specs[-1].nbytes
 
 
+def guarded(job: Callable[[int], None], grads: Sequence[Tensor]) -> Callable[[int], None]:
+    """A deferred update that raises RuntimeError where somebody has written its gradients meanwhile."""
+    versions = [grad._version for grad in grads]
+
+    def check() -> None:
+        if [grad._version for grad in grads] != versions:
+            raise RuntimeError(
+                "a gradient was written while the update by it was under way, which may have gone wrong: call "
+                "zero_grad(set_to_none=True), or wait with streamer.synchronize() first"
+            )
+
+    def watched(start: int = 0) -> None:
+        check()
+        job(start)
+        check()
+
+    return watched
+
+
 def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return {key: x for key, x in state.items() if isinstance(x, Tensor)}
 
@@ -77,21 +98,26 @@ class Luggage:
 
     Args:
         work: (parameter, its group, its flat gradient in host memory, number of its step) of each.
+        versions: of these gradients when the step was due.
         states: of these parameters.
         slab: where the states lie.
         seed: of the optimizer.
         scale: what gradients are to be multiplied with.
         engine: steps tensors on their device.
         hand_over: takes over from the CPU: (returns when all is at home again, whether it is).
+        put_back: has the CPU do the rest after all: (number of the first parameter that is left, returns when those
+            before it are at home).
     """
 
     work: Work
+    versions: Sequence[int]
     states: Sequence[State]
     slab: StateSlab
     seed: int
     scale: float
     engine: Callable[[list[AdamTensor]], None]
     hand_over: Callable[[Callable[[], None], Callable[[], bool]], None]
+    put_back: Callable[[int, Callable[[], None]], None]
 
     def fits(self, weights: Mapping[Tensor, Tensor], grads: Mapping[Tensor, Tensor]) -> bool:
         """Whether the homes of weights and gradients, by parameter, are what this step is about."""
@@ -101,7 +127,8 @@ class Luggage:
             and weights[p].data_ptr() == p.data_ptr()
             and grads[p].data_ptr() == grad.data_ptr()
             and grads[p].dtype is grad.dtype
-            for p, _, grad, _ in self.work
+            and grad._version == version
+            for (p, _, grad, _), version in zip(self.work, self.versions, strict=True)
         )
 
     def parts(self, weights: Mapping[Tensor, Tensor]) -> list[tuple[Tensor, Tensor, Callable[[Tensor, Tensor], None]]]:
@@ -144,7 +171,8 @@ class Deferred:
         self.travels = 0
         self._late = LateUpdates()
         self._slabs: dict[int, StateSlab] = {}
-        self._queue: dict[int, tuple[Callable[[], None], Luggage | None, int]] = {}  # with the number of values
+        self._queue: dict[int, tuple[Callable[[int], None], Luggage | None, int]] = {}  # with the number of values
+        self._taken: dict[int, Callable[[int], None]] = {}
         self._seconds = 0.0  # that the CPU takes for a value, lately
 
     def set_groups(self, groups: Iterable[Iterable[Tensor]], travels: int) -> None:
@@ -179,18 +207,30 @@ class Deferred:
         if slab is None or not slab.holds(states):
             slab = self._slabs[number] = StateSlab(states, pin=torch.cuda.is_available())
             trim()  # the states have been somewhere else before
-        return Luggage(work, states, slab, seed, scale, engine, partial(self._late.done_elsewhere, number))
+        versions = [grad._version for _, _, grad, _ in work]
+        ways = partial(self._late.done_elsewhere, number), partial(self._put_back, number)
+        return Luggage(work, versions, states, slab, seed, scale, engine, *ways)
 
-    def add(self, number: int, job: Callable[[], None], values: int, luggage: Luggage | None = None) -> None:
+    def add(
+        self,
+        number: int,
+        job: Callable[[int], None],
+        grads: Sequence[Tensor],
+        there: bool,
+        luggage: Luggage | None = None,
+    ) -> None:
         """Has the CPU do a group's update, behind those before it, unless somebody takes the luggage.
 
         Args:
-            values: of the group's parameters together.
+            job: does it, from the parameter of this number on.
+            grads: what it reads.
+            there: whether they have arrived, so that nobody has to write them any more.
         """
+        job, values = guarded(job, grads) if there else job, sum(grad.numel() for grad in grads)
 
         def timed() -> None:
             start = time.perf_counter()
-            job()
+            job(0)
             seconds = (time.perf_counter() - start) / max(values, 1)
             self._seconds = seconds if self._seconds == 0 else 0.8 * self._seconds + 0.2 * seconds
 
@@ -206,8 +246,17 @@ class Deferred:
             return None
         if not self._late.take(number):
             return None
-        del self._queue[number]
+        self._taken[number] = self._queue.pop(number)[0]
         return luggage
+
+    def _put_back(self, number: int, start: int, wait: Callable[[], None]) -> None:
+        job = self._taken[number]
+
+        def rest() -> None:
+            wait()
+            job(start)
+
+        self._late.add(number, rest)
 
     def _seconds_until(self, number: int) -> float:
         """How long it will be before the CPU has done a group."""
@@ -226,7 +275,7 @@ class Deferred:
         else:
             job, luggage, _ = self._queue.pop(number, (None, None, 0))
             if job is not None and luggage is not None and self._late.take(number):
-                job()  # it may be the last one in the queue
+                job(0)  # it may be the last one in the queue
                 return
         self._late.wait(number)
 

@@ -51,7 +51,9 @@ class Link(Protocol):
     bags: int  # so many parts of what travels with a layer have memory of the device
 
     def fetch(self, slot: Slot, home: Tensor) -> Any: ...
-    def update(self, slot: Slot, home: Tensor, parts: Sequence[Part]) -> tuple[Any, Any]: ...
+    def begin(self, slot: Slot, home: Tensor, nbytes: int) -> None: ...
+    def update(self, part: Part) -> None: ...
+    def end(self, slot: Slot, home: Tensor) -> tuple[Any, Any]: ...
     def reserve(self, nbytes: int) -> None: ...
     def use(self, ticket: Any) -> None: ...
     def release(self, slot: Slot) -> None: ...
@@ -124,33 +126,40 @@ class CudaLink:
         self._timed.append((start, end, home.numel()))
         return end
 
-    def update(self, slot: Slot, home: Tensor, parts: Sequence[Part]) -> tuple[Any, Any]:
-        """Starts a copy down of a layer and of what its update needs, the update, and the copies home.
+    def begin(self, slot: Slot, home: Tensor, nbytes: int) -> None:
+        """Starts a copy down of a layer that is to be updated, and takes the memory for parts of so many bytes.
 
         Args:
             slot, home: of the layer.
-            parts: what travels with it, and what is to be done with that; see ``Part``.
-
-        Returns: what ``use`` takes, and what ``arrived`` takes, of when all is at home.
+            nbytes: of the largest part's state and gradient.
         """
+        self.reserve(nbytes)
         self.fetch(slot, home)
-        for state, grad, step in parts:
-            bag = self._bags[0]
-            self._bags.rotate(-1)
-            if bag.sent is not None:
-                self._down.wait_event(bag.sent)
-            with torch.cuda.stream(self._down):
-                there = bag.parts([state.numel(), grad.numel()], self.device)
-                for copy, source in zip(there, (state, grad), strict=True):
-                    copy.copy_(source, non_blocking=True)
-            self._side.wait_stream(self._down)
-            with torch.cuda.stream(self._side):
-                step(*there)
-            self._up.wait_stream(self._side)
-            with torch.cuda.stream(self._up):
-                state.copy_(there[0], non_blocking=True)
-            bag.sent = self._up.record_event()
+
+    def update(self, part: Part) -> None:
+        """Starts the copy down of what travels with a layer, one part of it, the update, and the copy home."""
+        state, grad, step = part
+        bag = self._bags[0]
+        self._bags.rotate(-1)
+        if bag.sent is not None:
+            self._down.wait_event(bag.sent)
+        with torch.cuda.stream(self._down):
+            there = bag.parts([state.numel(), grad.numel()], self.device)
+            for copy, source in zip(there, (state, grad), strict=True):
+                copy.copy_(source, non_blocking=True)
+        self._side.wait_stream(self._down)
+        with torch.cuda.stream(self._side):
+            step(*there)
+        self._up.wait_stream(self._side)
+        with torch.cuda.stream(self._up):
+            state.copy_(there[0], non_blocking=True)
+        bag.sent = self._up.record_event()
+
+    def end(self, slot: Slot, home: Tensor) -> tuple[Any, Any]:
+        """Starts the copy home of an updated layer. Returns: what ``use`` takes, and what ``arrived`` takes."""
+        self._side.wait_stream(self._down)
         updated = self._side.record_event()
+        self._up.wait_event(updated)
         with torch.cuda.stream(self._up):
             home.copy_(slot.buffer, non_blocking=True)
         slot.sent = self._up.record_event()
@@ -235,12 +244,16 @@ class HostLink:
         slot.fill()
         slot.buffer.copy_(home)
 
-    def update(self, slot: Slot, home: Tensor, parts: Sequence[Part]) -> tuple[None, None]:
+    def begin(self, slot: Slot, home: Tensor, nbytes: int) -> None:
         self.fetch(slot, home)
-        for state, grad, step in parts:
-            copy = state.clone()
-            step(copy, grad.clone())
-            state.copy_(copy)
+
+    def update(self, part: Part) -> None:
+        state, grad, step = part
+        copy = state.clone()
+        step(copy, grad.clone())
+        state.copy_(copy)
+
+    def end(self, slot: Slot, home: Tensor) -> tuple[None, None]:
         home.copy_(slot.buffer)
         return None, None
 

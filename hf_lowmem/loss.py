@@ -139,13 +139,14 @@ class _HeadAndCrossEntropy(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             fused = _Fused(source, targets, ignore_index, ctx.needs_input_grad, ctx.lift)
             total = fused.run()
+        ctx.counted = (targets != ignore_index).any()  # if none is, the loss may be divided by 0, and the gradient is 0
         ctx.save_for_backward(*fused.gradients)
         return total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        factor = gradient / ctx.lift
+        factor = torch.where(ctx.counted, gradient / ctx.lift, 0.0)
         result: list[Tensor | None] = []
         for wide, like in zip(ctx.saved_tensors, ctx.likes, strict=True):
             if wide is None:

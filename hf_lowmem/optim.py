@@ -16,7 +16,7 @@ from .kernels import native
 from .kernels.adam import AdamTensor, state_tensor
 from .resident import ResidentUpdates, state_in_ram
 from .rules import SMALLEST_LOW_BIT, check_gradient, check_group, check_param_bits, check_whole, param_bits
-from .staging import Staging, all_finite, sum_of_bits
+from .staging import Staging, Stagings, all_finite, sum_of_bits
 
 __all__ = ["LowBitAdamW", "param_bits"]
 FORMAT = 1  # of the state dict
@@ -112,7 +112,7 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     def _reset_runtime(self) -> None:
         self._homes = Homes()
-        self._stagings: dict[torch.device, tuple[frozenset[Any], Staging]] = {}
+        self._stagings = Stagings()
         self._deferred.forget()
         self._resident = ResidentUpdates()
         self._grad_scale = 1.0
@@ -287,11 +287,16 @@ class LowBitAdamW(torch.optim.Optimizer):
             self.state[p]["step"] += 1
         self._update_late(number, {p: g.view(-1) for p, g in grads.items()}, groups, 1.0, arrived, used)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See torch.optim.Optimizer.zero_grad. Zeros are written when deferred updates have read the gradients."""
+        if not set_to_none:
+            self._deferred.wait()
+        super().zero_grad(set_to_none)
+
     def synchronize(self) -> None:
         """Returns when every weight that a step has written is where its parameter is."""
         self._deferred.wait()
-        for device in self._stagings:
-            torch.cuda.synchronize(device)
+        self._stagings.synchronize()
 
     @property
     def skipped_blocks(self) -> int:
@@ -320,8 +325,7 @@ class LowBitAdamW(torch.optim.Optimizer):
     def _skip(self) -> None:
         self.skipped_steps += 1
         self.skipped_in_a_row += 1
-        for _, staging in self._stagings.values():
-            staging.drop()
+        self._stagings.drop()
         limit = self.max_skipped_steps
         if limit is not None and self.skipped_in_a_row >= limit:
             raise FloatingPointError(
@@ -351,17 +355,20 @@ class LowBitAdamW(torch.optim.Optimizer):
         used: Callable[[], None] | None = None,
     ) -> None:
         """Hands a group's step to the thread, with the hyperparameters of today. The steps are counted already."""
-        work = [(p, dict(groups[p]), grad, self.state[p]["step"]) for p, grad in grads.items()]
+        today = {
+            id(g): {**g, "lr": float(g["lr"])} for g in self.param_groups
+        }  # schedulers write an lr that is a tensor
+        work = [(p, today[id(groups[p])], grad, self.state[p]["step"]) for p, grad in grads.items()]
         for p in grads:
             torch.autograd.graph.increment_version(p)
             self._homes[p].seen = mark(p)
 
-        def job() -> None:
+        def job(start: int = 0) -> None:
             try:
                 if arrived is not None:
                     arrived()
-                tensors = [self._tensor(p, group, 0, p.numel(), grad, scale, step) for p, group, grad, step in work]
-                self._skipped_in_ram += native.adam_step(tensors, self.threads)
+                rest = [self._tensor(p, group, 0, p.numel(), grad, scale, n) for p, group, grad, n in work[start:]]
+                self._skipped_in_ram += native.adam_step(rest, self.threads)
             finally:
                 if used is not None:
                     used()
@@ -370,7 +377,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         if arrived is None and self._deferred.travels and all(self._homes[p].copy is None for p in grads):
             found = [self.state[p] for p in grads]
             luggage = self._deferred.pack(number, work, found, self.seed, scale, self._step_there)
-        self._deferred.add(number, job, sum(p.numel() for p in grads), luggage)
+        self._deferred.add(number, job, list(grads.values()), arrived is None, luggage)
 
     def _step_there(self, tensors: list[AdamTensor]) -> None:
         """Steps tensors on their device, in its current stream."""
@@ -448,15 +455,7 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     def _staging(self, device: torch.device) -> Staging:
         params = [p for p, _, _ in self._named() if p in self._homes and p.device == device]
-        key = frozenset((id(p), p.dtype, p.numel()) for p in params)
-        known = self._stagings.get(device)
-        if known is not None and known[0] == key:
-            return known[1]
-        if known is not None:
-            known[1].close()
-        staging = Staging(device, params, self.staging_bytes)
-        self._stagings[device] = (key, staging)
-        return staging
+        return self._stagings.of(device, params, self.staging_bytes)
 
     # -- saving, loading, counting ----------------------------------------------------------------------------------
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -483,8 +482,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         self.param_groups = groups
         self.state.clear()
         self.state.update(loaded)
-        for _, staging in self._stagings.values():
-            staging.close()
+        self._stagings.close()
         self._reset_runtime()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)

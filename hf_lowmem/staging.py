@@ -306,3 +306,37 @@ def _staged(batch: Batch, piece: Piece) -> Tensor:
     assert batch.slot is not None
     size = (piece.stop - piece.start) * piece.param.element_size()
     return batch.slot[piece.offset : piece.offset + size].view(piece.param.dtype)
+
+
+class Stagings:
+    """A ``Staging`` for each device, made anew when its parameters are others."""
+
+    def __init__(self) -> None:
+        self._known: dict[torch.device, tuple[frozenset[tuple[int, torch.dtype, int]], Staging]] = {}
+
+    def of(self, device: torch.device, params: list[Tensor], nbytes: int) -> Staging:
+        """That of a device, for these parameters and through so many bytes."""
+        key = frozenset((id(p), p.dtype, p.numel()) for p in params)
+        known = self._known.get(device)
+        if known is not None and known[0] == key:
+            return known[1]
+        if known is not None:
+            known[1].close()
+        staging = Staging(device, params, nbytes)
+        self._known[device] = (key, staging)
+        return staging
+
+    def drop(self) -> None:
+        """Forgets gradients that are on their way."""
+        for _, staging in self._known.values():
+            staging.drop()
+
+    def close(self) -> None:
+        """Lets go of all parameters."""
+        for _, staging in self._known.values():
+            staging.close()
+
+    def synchronize(self) -> None:
+        """Waits for all devices."""
+        for device in self._known:
+            torch.cuda.synchronize(device)

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 
 from .block import Block, Place, Updates
-from .link import Link, Slot
+from .link import ALIGN, Link, Slot
 from .shelf import Shelf
 
 AHEAD = 2  # so many blocks are fetched before they are used
@@ -281,7 +281,7 @@ class Streamer:
             self._unbind(block)  # its copy stays: backward begins with it
         else:
             self._release(block)
-        if torch._C._current_graph_task_id() == -1:
+        if out is not None and torch._C._current_graph_task_id() == -1:  # None: the block has failed
             self._fetch_ahead(block, self._after)  # what the optimizer had not written when this block began
 
     def _before_backward(self, block: Block) -> None:
@@ -371,7 +371,18 @@ class Streamer:
         """Fetches a block, has the device update it, and sends weights and states home. Returns the ticket."""
         views = self._places[block].weights.views
         weights = {p: view for (_, p), view in zip(block.params, views, strict=True)}
-        ticket, sent = self.link.update(slot, slab, luggage.parts(weights))
+        parts, done = luggage.parts(weights), 0
+        try:
+            self.link.begin(slot, slab, max(state.numel() + grad.numel() for state, grad, _ in parts) + 2 * ALIGN)
+            for part in parts:
+                self.link.update(part)
+                done += 1
+        except BaseException:  # no memory, or Ctrl-C: the rest is the CPU's again
+            sent = self.link.end(slot, slab)[1] if done else None
+            luggage.put_back(done, lambda: None if sent is None else self.link.arrived(sent))
+            self.link.release(slot)
+            raise
+        ticket, sent = self.link.end(slot, slab)
         luggage.hand_over(lambda: self.link.arrived(sent), lambda: self.link.has_arrived(sent))
         return ticket
 

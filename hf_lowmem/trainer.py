@@ -23,7 +23,7 @@ from transformers.trainer import Trainer
 from transformers.training_args import TrainingArguments
 
 from .activations import InputOffload
-from .attachment import attach, find_blocks, share_of, streamer_of
+from .attachment import attach, device_or_default, find_blocks, share_of, streamer_of
 from .checks import check_model, prepare_training
 from .config import DEFAULT_OPTIM, OPTIM_BITS, LowMemConfig, merge
 from .loss import use_chunked_loss
@@ -97,7 +97,8 @@ def stock_optimizer(args: TrainingArguments, model: nn.Module | None) -> tuple[t
 
 def _check_offload(config: LowMemConfig, model: nn.Module | None) -> None:
     """Raises: ValueError where blocks are to be streamed and nobody has seen to it."""
-    if config.offload_share and (model is None or streamer_of(model) is None):
+    streams = share_of(config, device_or_default(None)) > 0
+    if streams and (model is None or streamer_of(model) is None):
         raise ValueError(
             f'offload="{config.offload}" streams a model\'s blocks, which the stock Trainer and the optimizer alone do '
             "not do: use LowMemTrainer (or class MyTrainer(LowMemMixin, ...)), or call attach(model, config) before "
@@ -312,7 +313,8 @@ class LowMemMixin(_TrainerBase):
     def _attach(self, model: nn.Module, device: torch.device) -> None:
         if share_of(self.lowmem, torch.device(device)) and streamer_of(model) is None:
             attach(model, self.lowmem, device)
-        if streamer_of(model) is not None:  # also by load, or by the user
+        all_stay = self.lowmem.offload != "none" and torch.device(device).type == "cuda"  # offload="0"
+        if streamer_of(model) is not None or all_stay:  # attached here, by load, or by the user
             use_chunked_loss(model)
 
     def _streams(self) -> bool:
@@ -445,7 +447,13 @@ def _fresh(arguments: Any) -> Any:
 
 def _largest(*arguments: Any) -> int:
     """Values of the largest tensor among the arguments."""
-    return max((x.numel() for x in tree_flatten(arguments)[0] if isinstance(x, Tensor)), default=0)
+    sizes = [0]
+    for x in tree_flatten(arguments)[0]:
+        if isinstance(x, Tensor):
+            sizes.append(x.numel())
+        elif isinstance(x, Mapping):  # transformers' BatchEncoding is one, and no dict
+            sizes.append(_largest(*x.values()))
+    return max(sizes)
 
 
 class LowMemTrainer(LowMemMixin, Trainer):

@@ -36,7 +36,7 @@ class LateLink(HostLink):
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         self._random = random.Random(seed)
-        self._pool, self._others = ThreadPoolExecutor(4), ThreadPoolExecutor(8)
+        self._pool, self._others = ThreadPoolExecutor(4), ThreadPoolExecutor(40)
         self.updates = 0
         self._filling: dict[Slot, Future[None]] = {}
         self._sent: list[Future[None]] = []
@@ -56,24 +56,34 @@ class LateLink(HostLink):
         self._filling[slot] = self._late(slot.buffer, home)
         return self._filling[slot]
 
-    def update(self, slot, home, parts):
-        fetched, pause = self.fetch(slot, home), self._random.choice([0.0, 0.002])
+    def begin(self, slot, home, nbytes):
+        fetched = self.fetch(slot, home)
+        self._updates = [self._others.submit(fetched.result)]
+        self._copies = []
+
+    def update(self, part):
+        state, grad, step = part
+        before = self._updates[-1]
 
         def updating():
-            fetched.result()
-            copies = [(state.clone(), grad.clone()) for state, grad, _ in parts]
-            for (_, _, step), there in zip(parts, copies, strict=True):
-                step(*there)
-            return copies
+            before.result()
+            copy = state.clone()
+            step(copy, grad.clone())
+            return copy
+
+        self._updates.append(self._others.submit(updating))
+        self._copies.append((state, self._updates[-1]))
+
+    def end(self, slot, home):
+        updated, copies, pause = self._updates[-1], self._copies, self._random.choice([0.0, 0.002])
 
         def sending():
-            copies = updated.result()
+            updated.result()
             time.sleep(pause)
             home.copy_(slot.buffer)
-            for (state, _, _), (copy, _) in zip(parts, copies, strict=True):
-                state.copy_(copy)
+            for state, copy in copies:
+                state.copy_(copy.result())
 
-        updated = self._others.submit(updating)
         sent = self._others.submit(sending)
         self._filling[slot] = sent
         self._sent.append(sent)

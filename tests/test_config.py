@@ -217,3 +217,7 @@ def test_auto_starts_with_all_blocks() -> None:
     assert LowMemConfig(offload="9/28").offload_share == Fraction(9, 28)
     with pytest.raises(ValueError, match=r'write "auto", "none"'):
         LowMemConfig(offload="1.5")
+
+
+def test_one_value_written_in_two_ways_is_one() -> None:
+    assert merge({"offload": 0.5}, "cpu_adam4bit", "offload=0.5").offload == "0.5"

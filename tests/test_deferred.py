@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 
 import pytest
@@ -68,14 +69,14 @@ def assert_same(model, optimizer, reference, plain) -> None:
 @pytest.mark.parametrize("state_bits", [4, 8, 32])
 def test_the_device_updates_what_the_cpu_has_not_come_to(monkeypatch, state_bits, dtype) -> None:
     model, optimizer, _, link, reference, plain = make(monkeypatch, dtype=dtype, state_bits=state_bits)
-    busy, update = Busy(monkeypatch), link.update
+    busy, begin = Busy(monkeypatch), link.begin
 
     def third_lets_the_cpu_go(*args):
         if link.updates % 3 == 2:
             busy.go.set()
-        return update(*args)
+        return begin(*args)
 
-    monkeypatch.setattr(link, "update", third_lets_the_cpu_go)
+    monkeypatch.setattr(link, "begin", third_lets_the_cpu_go)
     for number in range(4):
         train(reference, plain, number, dtype)
         # Its forward needs the updates of the step before.
@@ -149,6 +150,85 @@ def test_32_bit_masters_stay(monkeypatch) -> None:
     assert_same(model, optimizer, reference, plain)
 
 
+@pytest.mark.parametrize("failing", ["begin", "first update", "second update"])
+def test_an_update_that_the_device_cannot_do_is_done_all_the_same(monkeypatch, failing) -> None:
+    """Parameters that it has done are not done again, the others by the CPU."""
+    model, optimizer, streamer, link, reference, plain = make(monkeypatch)
+    busy = Busy(monkeypatch)
+    train(model, optimizer, 0)
+    train(reference, plain, 0)
+    calls, update = [], link.update
+
+    def failing_update(part):
+        calls.append(part)
+        if failing == "begin" or len(calls) == (1 if failing == "first update" else 2):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        update(part)
+
+    if failing == "begin":
+        monkeypatch.setattr(link, "begin", failing_update_of_begin(link))
+    else:
+        monkeypatch.setattr(link, "update", failing_update)
+    with pytest.raises(torch.OutOfMemoryError):
+        model(torch.zeros(5, 96))
+    monkeypatch.undo()
+    busy.go.set()
+    streamer.go_home()
+    assert_same(model, optimizer, reference, plain)
+    train(model, optimizer, 1)
+    train(reference, plain, 1)
+    assert_same(model, optimizer, reference, plain)
+
+
+def failing_update_of_begin(link):
+    begin = link.begin
+
+    def fail(*args):
+        begin(*args)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    return fail
+
+
+def test_gradients_zeroed_while_they_are_read_are_heard_of(monkeypatch) -> None:
+    model, optimizer, _, _, reference, plain = make(monkeypatch, travels=False)
+    busy = Busy(monkeypatch)
+    x = torch.randn(5, 96)
+    model(x).square().mean().backward()
+    optimizer.step()
+    model.zero_grad(set_to_none=False)
+    busy.go.set()
+    with pytest.raises(RuntimeError, match="a gradient was written while the update by it was under way"):
+        optimizer.synchronize()
+    # The optimizer's own way waits.
+    model, optimizer, _, _, reference, plain = make(monkeypatch, travels=False)
+    for m, o in ((model, optimizer), (reference, plain)):
+        m(x).square().mean().backward()
+        o.step()
+        o.zero_grad(set_to_none=False)
+    assert_same(model, optimizer, reference, plain)
+
+
+@pytest.mark.parametrize("travels", [False, True])
+def test_a_learning_rate_written_in_place_is_the_next_step_s(monkeypatch, travels) -> None:
+    model, optimizer, _, _, reference, plain = make(monkeypatch, travels=travels)
+    for o in (optimizer, plain):
+        for group in o.param_groups:
+            group["lr"] = torch.tensor(1e-2)
+    busy = Busy(monkeypatch)
+    train(model, optimizer, 0)
+    busy.go.clear()
+    for o, m in ((optimizer, None), (plain, reference)):
+        if m is not None:
+            train(m, o, 0)
+        for group in o.param_groups:
+            group["lr"].fill_(0.5)
+    threading.Timer(0.05, busy.go.set).start()
+    with torch.no_grad():
+        model(torch.zeros(5, 96))
+    assert_same(model, optimizer, reference, plain)
+
+
 def test_a_slab_of_states() -> None:
     states = [new_state(5000, 4, 0), new_state(10, 32, 1)]
     states[0]["extension"] = torch.arange(5000).to(torch.int8)
@@ -162,5 +242,9 @@ def test_a_slab_of_states() -> None:
             assert torch.equal(torch.as_tensor(state[key]), torch.as_tensor(value))
             if isinstance(value, torch.Tensor):
                 assert torch.equal(views[key], value)
+    file = io.BytesIO()
+    torch.save(states, file)
+    for state, loaded in zip(states, torch.load(io.BytesIO(file.getvalue()), weights_only=True), strict=True):
+        assert all(torch.equal(torch.as_tensor(loaded[key]), torch.as_tensor(value)) for key, value in state.items())
     states[1]["m"] = states[1]["m"].clone()
     assert not slab.holds(states)

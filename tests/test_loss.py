@@ -186,7 +186,10 @@ def test_deferred_takes_the_same_arguments(chunks, kwargs) -> None:
 def test_deferred_with_nothing_to_predict(chunks) -> None:
     inputs, labels = head_case(torch.float32)
     labels.fill_(-100)
-    assert chunked_causal_loss(deferred(inputs), labels, WORDS).isnan()
+    for items in (None, 0):
+        value = chunked_causal_loss(deferred(inputs), labels, WORDS, num_items_in_batch=items)
+        assert value.isnan()
+        assert all((g == 0).all() for g in torch.autograd.grad(value, inputs))  # as in stock code
     value = chunked_causal_loss(deferred(inputs), labels, WORDS, num_items_in_batch=3)
     assert value == 0
     assert all((g == 0).all() for g in torch.autograd.grad(value, inputs))

@@ -192,6 +192,16 @@ def test_a_larger_batch_moves_blocks_back(tiny, tmp_path, memory, capsys) -> Non
     assert trainer._placement.plan.streamed > 0
 
 
+def test_the_size_of_a_batch() -> None:
+    """Whatever kind of mapping it comes in."""
+    from transformers import BatchEncoding
+
+    tensors = {"input_ids": torch.zeros(2, 5), "labels": torch.zeros(3)}
+    for batch in (tensors, BatchEncoding(tensors)):
+        assert doors._largest((nn.Linear(2, 2), batch), {"num_items_in_batch": torch.tensor(4)}) == 10
+    assert doors._largest((), {}) == 0
+
+
 class InOrder(torch.utils.data.IterableDataset):
     """Samples in the order given."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 
@@ -10,8 +11,11 @@ import torch
 from transformers import TrainerCallback
 
 from hf_lowmem import LowMemTrainer
+from hf_lowmem import trainer as trainers
 from hf_lowmem.attachment import streamer_of
 from hf_lowmem.kernels import native
+from hf_lowmem.link import HostLink
+from hf_lowmem.overlap import overlap
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 QUIET = {"train_runtime", "train_samples_per_second", "train_steps_per_second"}
@@ -63,6 +67,42 @@ def test_streamed_is_unstreamed(tiny, tmp_path, optim, changes, offload) -> None
     assert streamer_of(whole.model) is None
     assert len(streamer_of(streamed.model).blocks) == (4 if offload == "cpu" else 2)
     assert_same(tiny, whole, streamed)
+
+
+@pytest.fixture
+def travelling(monkeypatch):
+    """Updates that the "device" does where it needs a block before the CPU has come to it, as a GPU does."""
+    monkeypatch.setattr(trainers, "overlap", functools.partial(overlap, travels=True))
+    step = native.adam_step
+
+    def slow(tensors, threads=None):
+        if threading.current_thread().name.startswith("hf_lowmem_late"):
+            time.sleep(0.005)
+        return step(tensors, threads)
+
+    monkeypatch.setattr(native, "adam_step", slow)
+    updates, update = [], HostLink.update
+    monkeypatch.setattr(HostLink, "update", lambda self, part: (updates.append(1), update(self, part))[1])
+    return updates
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"gradient_accumulation_steps": 3}, {"max_grad_norm": 0.0}, {"dtype": "bfloat16", "max_grad_norm": 0.01}],
+    ids=["plain", "accumulated", "unclipped", "bf16"],
+)
+def test_updates_that_travel(tiny, tmp_path, changes, travelling) -> None:
+    """Also saved, resumed, evaluated, and the best model loaded."""
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+    settings |= {"optim": "cpu_adam4bit", "load_best_model_at_end": True, "trainer": {"eval_dataset": tiny.data(8)}}
+    settings |= changes
+    runs = [fit(tiny, tmp_path / offload, offload, layers=6, **settings) for offload in ("none", "cpu")]
+    assert_same(tiny, *runs)
+    assert bool(travelling) == (settings.get("max_grad_norm") != 0)
+    model = tiny.model(num_hidden_layers=6, dtype=changes.get("dtype", "float32"))
+    settings.pop("dtype", None)
+    resumed = fit(tiny, tmp_path / "cpu", "cpu", model=model, resume=str(tmp_path / "cpu" / "checkpoint-4"), **settings)
+    assert tiny.equal_bits(tiny.weights(resumed.model), tiny.weights(runs[1].model))
 
 
 def test_evaluated_saved_and_best_loaded(tiny, tmp_path) -> None:
