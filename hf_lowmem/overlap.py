@@ -128,6 +128,10 @@ class SettleCallback(TrainerCallback):
         if self._trainer.optimizer is not None:
             unwrapped(self._trainer.optimizer).synchronize()
 
+    def _before_step(self, *args: Any, **kwargs: Any) -> None:
+        self._trainer._before_step()
+        self._settle_if_others_look("on_step_begin")
+
     def _before_update(self, *args: Any, **kwargs: Any) -> None:
         self._trainer._before_update()
         self._settle_if_others_look("on_pre_optimizer_step")
@@ -150,4 +154,5 @@ for _event in (name for name in dir(TrainerCallback) if name.startswith("on_")):
     always = _event in ("on_epoch_end", "on_evaluate", "on_predict", "on_save", "on_train_end")
     method = SettleCallback._settle if always else partialmethod(SettleCallback._settle_if_others_look, _event)
     setattr(SettleCallback, _event, method)
+SettleCallback.on_step_begin = SettleCallback._before_step  # type: ignore[method-assign, assignment]
 SettleCallback.on_pre_optimizer_step = SettleCallback._before_update  # type: ignore[method-assign, assignment]

@@ -48,6 +48,20 @@ def expandable() -> bool:
     return any("expandable_segments:true" in setting.lower().replace(" ", "") for setting in settings)
 
 
+_fractions: dict[torch.device, float] = {}  # of the memory, that torch was last told here to stay within
+_others: dict[torch.device, float] = {}  # what it had been told by others
+
+
+def _fraction_of_others(device: torch.device) -> float:
+    """The fraction of a GPU's memory that torch stays within, but for what an earlier Trainer has told it here."""
+    if not hasattr(torch.cuda, "get_per_process_memory_fraction"):
+        return 1.0
+    now = torch.cuda.get_per_process_memory_fraction(device)
+    if now != _fractions.get(device):
+        _others[device] = now
+    return _others.get(device, 1.0)
+
+
 class GpuMemory:
     """What torch takes of a GPU.
 
@@ -65,14 +79,17 @@ class GpuMemory:
         self._device = device
         free, total = torch.cuda.mem_get_info(device)
         self.available = free + torch.cuda.memory_reserved(device)
-        if hasattr(torch.cuda, "get_per_process_memory_fraction"):
-            self.available = min(self.available, int(torch.cuda.get_per_process_memory_fraction(device) * total))
+        fraction = _fraction_of_others(device)
+        self.available = min(self.available, int(fraction * total))
         if budget is not None:
             self.available = min(self.available, max(0, budget - CONTEXT))
-            torch.cuda.set_per_process_memory_fraction(self.available / total, device)
+            fraction = self.available / total
+        if fraction > 0:  # or else nothing can be done, which is found out soon
+            torch.cuda.set_per_process_memory_fraction(fraction, device)
+            _fractions[device] = fraction
         share = SLACK if expandable() else SLACK_WITHOUT
         self.hint = "" if expandable() else HINT
-        self.limit = self.available - max(LEAST_SLACK, int(self.available * share))
+        self.limit = max(0, self.available - max(LEAST_SLACK, int(self.available * share)))
 
     def peak(self) -> int:
         """The most bytes that tensors have taken since this was asked last."""
@@ -143,8 +160,7 @@ def check_budgets(
         return
     gpu, ram = plans[0].on_gpu, plans[0].in_ram
     hints = {"max_grad_norm=0": (0, ram.gradients), "master_bits=16": (gpu.masters, ram.masters)}
-    best = min(plans, key=lambda p: max(0, p.gpu - (gpu_budget or p.gpu)) + max(0, p.ram - (ram_budget or p.ram)))
-    best.check(hints)
+    min(plans, key=lambda p: p.lacking).check(hints)
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,13 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether it stays within its budgets."""
-        return self.gpu <= (self.gpu_budget or self.gpu) and self.ram <= (self.ram_budget or self.ram)
+        return not self.lacking
+
+    @property
+    def lacking(self) -> int:
+        """Bytes over the budgets."""
+        sides = ((self.gpu, self.gpu_budget), (self.ram, self.ram_budget))
+        return sum(max(0, needed - budget) for needed, budget in sides if budget is not None)
 
     def table(self) -> str:
         """What rests where."""
@@ -139,8 +145,8 @@ class Plan:
         rows += [("activations, blocks on their way", self.work, 0), ("together", self.gpu, self.ram)]
         lines = [f"{'':<32}{'GPU':>10}{'RAM':>10}"]
         lines += [f"{name:<32}{readable(gpu):>10}{readable(ram):>10}" for name, gpu, ram in rows]
-        if self.gpu_budget or self.ram_budget:
-            budgets = [f"{readable(b) if b else '':>10}" for b in (self.gpu_budget, self.ram_budget)]
+        if self.gpu_budget is not None or self.ram_budget is not None:
+            budgets = [f"{'' if b is None else readable(b):>10}" for b in (self.gpu_budget, self.ram_budget)]
             lines.append(f"{'of':<32}{''.join(budgets)}")
         return "\n".join(lines)
 

@@ -23,7 +23,7 @@ from transformers.trainer import Trainer
 from transformers.training_args import TrainingArguments
 
 from .activations import InputOffload
-from .attachment import attach, device_or_default, find_blocks, share_of, streamer_of
+from .attachment import attach, device_or_default, find_blocks, share_of, streamed_blocks, streamer_of
 from .checks import check_model, prepare_training
 from .config import DEFAULT_OPTIM, OPTIM_BITS, LowMemConfig, merge
 from .loss import use_chunked_loss
@@ -311,8 +311,14 @@ class LowMemMixin(_TrainerBase):
         self.accelerator.prepare_model = prepare_model
 
     def _attach(self, model: nn.Module, device: torch.device) -> None:
-        if share_of(self.lowmem, torch.device(device)) and streamer_of(model) is None:
+        share, streamer = share_of(self.lowmem, torch.device(device)), streamer_of(model)
+        if share and streamer is None:
             attach(model, self.lowmem, device)
+        elif share and streamer is not None and len(streamed_blocks(model, share)) != len(streamer.blocks):
+            raise ValueError(
+                f'offload="{self.lowmem.offload}" is not how {type(model).__name__} is attached, with '
+                f'{len(streamer.blocks)} streamed blocks: call detach(model) first, or leave it so with offload="none"'
+            )
         all_stay = self.lowmem.offload != "none" and torch.device(device).type == "cuda"  # offload="0"
         if streamer_of(model) is not None or all_stay:  # attached here, by load, or by the user
             use_chunked_loss(model)
@@ -366,6 +372,13 @@ class LowMemMixin(_TrainerBase):
         if automatic and memory is not None:
             moved = functools.partial(overlap, streamer, optimizer)
             self._placement = Placement(streamer, optimizer, outside, memory, moved, on_device, ram_budget)
+
+    def _before_step(self) -> None:
+        """Before the first micro-batch of a step; also where somebody's own ``training_step`` does not call ours."""
+        if self.lowmem.offload_activations:
+            self._offload_inputs()
+        if self._placement is not None:
+            self._placement.before_forward(0)
 
     def _before_update(self) -> None:
         """When the gradients of a step are there."""

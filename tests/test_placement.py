@@ -15,7 +15,7 @@ from torch import nn
 from hf_lowmem import LowMemConfig, LowMemTrainer, attach, load
 from hf_lowmem import trainer as doors
 from hf_lowmem.attachment import streamed_blocks, streamer_of
-from hf_lowmem.placement import Placement
+from hf_lowmem.placement import GpuMemory, Placement
 from hf_lowmem.plan import DoesNotFit
 from hf_lowmem.stream import Streamer
 
@@ -190,6 +190,57 @@ def test_a_larger_batch_moves_blocks_back(tiny, tmp_path, memory, capsys) -> Non
     said = capsys.readouterr().out
     assert "a larger batch has come" in said
     assert trainer._placement.plan.streamed > 0
+
+
+class OwnStep(LowMemTrainer):
+    """Does not call ours."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+def test_a_training_step_of_somebody_s_own(tiny, tmp_path, memory) -> None:
+    settings = {"optim": "cpu_adam4bit", "gradient_checkpointing": True}
+    runs = []
+    for optim_args in ("offload=none", "offload=auto,gpu_memory=1GB,offload_activations=true"):
+        model = tiny.model(num_hidden_layers=4)
+        runs.append(tiny.fit(OwnStep, tmp_path, model=model, optim_args=optim_args, **settings))
+    assert_same(tiny, *runs)
+    assert all(block.kept for block in streamer_of(runs[1].model).blocks)
+    assert runs[1]._inputs.nbytes > 0
+
+
+def test_a_model_that_is_attached_otherwise_is_refused(tiny, tmp_path) -> None:
+    model = tiny.model(num_hidden_layers=4)
+    attach(model, LowMemConfig(offload="0.5"))
+    for offload in ("none", "0.5"):  # as it is, or as it was
+        fit(tiny, tmp_path, offload, model=model, optim="cpu_adam4bit")
+    with pytest.raises(ValueError, match="with 2 streamed blocks: call detach"):
+        fit(tiny, tmp_path, "cpu", model=model, optim="cpu_adam4bit")
+
+
+def test_a_budget_is_not_the_next_one_s_ceiling(monkeypatch) -> None:
+    total, fraction = 80 * 10**9, [1.0]
+    cuda = {
+        "mem_get_info": lambda device: (int(79e9), total),
+        "memory_reserved": lambda device: 0,
+        "get_per_process_memory_fraction": lambda device: fraction[0],
+        "set_per_process_memory_fraction": lambda share, device: fraction.__setitem__(0, share),
+    }
+    for name, function in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    device = torch.device("cuda", 7)
+    available = [GpuMemory(device, budget).available for budget in (5 * 10**8, 8 * 10**9, 24 * 10**9, None)]
+    assert available == [0, 7_400_000_000, 23_400_000_000, int(79e9)]
+    assert fraction == [1.0]
+    fraction[0] = 0.25  # somebody else's
+    assert GpuMemory(device, None).available == 20 * 10**9
+    assert GpuMemory(device, 8 * 10**9).available == 7_400_000_000
+    assert GpuMemory(device, None).available == 20 * 10**9
+    assert GpuMemory(device, 5 * 10**8).limit == 0
 
 
 def test_the_size_of_a_batch() -> None:

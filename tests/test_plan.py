@@ -71,5 +71,6 @@ def test_table_and_refusal() -> None:
         short.check({"max_grad_norm=0": (0, 2 * 10**9), "master_bits=16": (10**9, 0)})
     assert "master_bits" not in str(e.value)
     assert "together" in str(e.value)
+    assert not Plan(8, 8, on_gpu, in_ram, 0, gpu_budget=0).fits
     with pytest.raises(DoesNotFit, match=r"needs 5\.03 GB of GPU memory, and 4\.00 GB may be taken"):
         Plan(8, 3, on_gpu, in_ram, 2 * 10**9, gpu_budget=4 * 10**9).check()
