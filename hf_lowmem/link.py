@@ -76,10 +76,14 @@ class _Bag:
         self.buffer: Tensor | None = None
         self.sent: torch.cuda.Event | None = None  # the copy home of what was in it last
 
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.buffer is None else self.buffer.numel()
+
     def parts(self, sizes: Sequence[int], device: torch.device) -> list[Tensor]:
         """Tensors of these numbers of bytes."""
         offsets = [0, *itertools.accumulate(-(-size // ALIGN) * ALIGN for size in sizes)]
-        if self.buffer is None or self.buffer.numel() < offsets[-1]:
+        if self.buffer is None or self.nbytes < offsets[-1]:
             self.buffer = None
             self.buffer = torch.empty(offsets[-1], dtype=torch.uint8, device=device)
         return [self.buffer[start : start + size] for start, size in zip(offsets, sizes, strict=False)]
@@ -111,9 +115,7 @@ class CudaLink:
 
     def fetch(self, slot: Slot, home: Tensor) -> torch.cuda.Event:
         """Starts a copy down, after all that has been released so far. Returns what ``use`` takes."""
-        for event in self._freed:
-            self._down.wait_event(event)
-        self._freed.clear()
+        self._wait_for_freed()
         timed = self._untimed > 0 and home.numel() >= TIMED
         start = self._down.record_event(torch.cuda.Event(enable_timing=True)) if timed else None
         with torch.cuda.stream(self._down):
@@ -167,8 +169,13 @@ class CudaLink:
 
     def reserve(self, nbytes: int) -> None:
         """Takes the memory of the device that is needed for parts of so many bytes."""
+        if all(bag.nbytes >= nbytes for bag in self._bags):
+            return
+        self._wait_for_freed()
         with torch.cuda.stream(self._down):
             for bag in self._bags:
+                if bag.sent is not None and bag.nbytes < nbytes:  # its memory is given back, in this stream's order
+                    self._down.wait_event(bag.sent)
                 bag.parts([nbytes], self.device)
 
     def use(self, ticket: torch.cuda.Event) -> None:
@@ -221,6 +228,12 @@ class CudaLink:
             start, end, size = self._timed.popleft()
             self._fastest = min(self._fastest, start.elapsed_time(end) / 1e3 / size)
         return nbytes * self._fastest if self._fastest < float("inf") else 0.0
+
+    def _wait_for_freed(self) -> None:
+        """Before the down stream takes memory: it may be that of slots which others have only just used."""
+        for event in self._freed:
+            self._down.wait_event(event)
+        self._freed.clear()
 
     def _give_back(self, slot: Slot, done: torch.cuda.Event) -> None:
         events = [done] if slot.sent is None else [done, slot.sent]
