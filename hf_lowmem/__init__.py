@@ -19,16 +19,20 @@ if TYPE_CHECKING:
     from .config import LowMemConfig as LowMemConfig
     from .loading import load as load
     from .optim import LowBitAdamW as LowBitAdamW
+    from .plan import DoesNotFit as DoesNotFit
+    from .plan import Plan as Plan
     from .trainer import LowMemMixin as LowMemMixin
     from .trainer import LowMemTrainer as LowMemTrainer
     from .trainer import create_optimizer as create_optimizer
 
 __version__ = "0.1.0"
 _HOMES = {
+    "DoesNotFit": "plan",
     "LowBitAdamW": "optim",
     "LowMemConfig": "config",
     "LowMemMixin": "trainer",
     "LowMemTrainer": "trainer",
+    "Plan": "plan",
     "attach": "attachment",
     "create_optimizer": "trainer",
     "detach": "attachment",

@@ -157,7 +157,7 @@ def streamed_blocks(model: nn.Module, share: Fraction) -> list[Block]:
     if not chosen:
         raise ValueError(
             f"offload={float(share):g} of the {count} blocks of {type(model).__name__} is less than one block: write "
-            f'{1 / count:.3g} or more, or offload="none"'
+            f'1/{count} or more, or offload="none"'
         )
     users = _users_of_parameters(model, found)
     blocks = []

@@ -160,8 +160,9 @@ class LowMemConfig:
         self._check_integer("max_skipped_steps", 1, None, "1 ends the training at the first skipped step")
         parse_bytes(self.staging_memory, "staging_memory")
         for name in ("gpu_memory", "cpu_memory"):
-            if getattr(self, name) is not None:
-                parse_bytes(getattr(self, name), name)
+            size = getattr(self, name)
+            if size is not None and parse_bytes(size, name) < 10**4:
+                raise ValueError(f'{name}={size!r} is {size} bytes: write a unit, such as "{size}GB"')
         if not isinstance(self.offload_activations, bool | None):
             raise ValueError(
                 f"offload_activations={self.offload_activations!r} is neither true nor false: write "

@@ -83,8 +83,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return torch.stack(losses).sum()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        _refuse_second_derivative()
         logits, targets = ctx.saved_tensors
         out = torch.empty_like(logits)
         for (x, t), piece in zip(_pieces(logits, targets), out.split(_rows(logits)), strict=True):
@@ -93,6 +93,14 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 loss = F.cross_entropy(wide, t, ignore_index=ctx.ignore_index, reduction="sum")
             piece.copy_(torch.autograd.grad(loss, wide, gradient)[0])
         return out, None, None
+
+
+def _refuse_second_derivative() -> None:
+    if torch.is_grad_enabled():  # create_graph=True
+        raise RuntimeError(
+            "the loss in pieces has no second derivative, which create_graph=True asks for: compute the loss from "
+            "output.logits, or call hf_lowmem.loss.use_stock_loss(model)"
+        )
 
 
 def _rows(logits: Tensor) -> int:
@@ -144,8 +152,8 @@ class _HeadAndCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivative()
         factor = torch.where(ctx.counted, gradient / ctx.lift, 0.0)
         result: list[Tensor | None] = []
         for wide, like in zip(ctx.saved_tensors, ctx.likes, strict=True):

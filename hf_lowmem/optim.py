@@ -192,7 +192,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         """
         self._deferred.wait()
         moved = set(params)
-        work = [(p, group, "") for p, group, _ in self._named() if p in moved and self.state[p]]
+        work = [(p, group, "") for p, group, _ in self._named() if p in moved and self.state.get(p)]
         self._prepare([item for item in work if item[0] in self._homes])
         for p, group, _ in work:
             if self._resident.knows(p):

@@ -132,14 +132,11 @@ class SettleCallback(TrainerCallback):
         self._trainer._before_step()
         self._settle_if_others_look("on_step_begin")
 
-    def _before_update(self, *args: Any, **kwargs: Any) -> None:
-        self._trainer._before_update()
-        self._settle_if_others_look("on_pre_optimizer_step")
-
     def _settle_if_others_look(self, event: str, *args: Any, **kwargs: Any) -> None:
         looks = any(may_look(callback, event) for callback in self._trainer.callback_handler.callbacks)
         if event == "on_step_begin":  # the forward is next: code before it may read weights
             looks = looks or self._trainer._steps_are_others()
+            looks = looks or getattr(self._trainer.args, "use_vllm", False)  # TRL hands it the weights
         if looks:
             self._settle()
 
@@ -155,4 +152,3 @@ for _event in (name for name in dir(TrainerCallback) if name.startswith("on_")):
     method = SettleCallback._settle if always else partialmethod(SettleCallback._settle_if_others_look, _event)
     setattr(SettleCallback, _event, method)
 SettleCallback.on_step_begin = SettleCallback._before_step  # type: ignore[method-assign, assignment]
-SettleCallback.on_pre_optimizer_step = SettleCallback._before_update  # type: ignore[method-assign, assignment]

@@ -158,9 +158,9 @@ def check_budgets(
     plans = [plan(streamed) for streamed in (range(count, -1, -1) if movable else [count])]
     if any(p.fits for p in plans):
         return
-    gpu, ram = plans[0].on_gpu, plans[0].in_ram
-    hints = {"max_grad_norm=0": (0, ram.gradients), "master_bits=16": (gpu.masters, ram.masters)}
-    min(plans, key=lambda p: p.lacking).check(hints)
+    best = min(plans, key=lambda p: p.lacking)
+    gpu, ram = best.on_gpu, best.in_ram
+    best.check({"max_grad_norm=0": (0, ram.gradients), "master_bits=16": (gpu.masters, ram.masters)})
 
 
 @dataclass(frozen=True)

@@ -162,5 +162,5 @@ class Plan:
                 saved = "; ".join(f"{hint} saves {readable(n[side])}" for hint, n in (hints or {}).items() if n[side])
                 raise DoesNotFit(
                     f"needs {readable(needed)} of {name}, and {readable(budget)} may be taken, with {self.streamed} "
-                    f"of {self.blocks} blocks in RAM{'; ' + saved if saved else ''}\n{self.table()}"
+                    f"blocks in RAM{'; ' + saved if saved else ''}\n{self.table()}"
                 )

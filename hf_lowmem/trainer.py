@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Mapping, MutableMapping
 from copy import copy
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch
 from accelerate.utils import AutocastKwargs
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
+from torch.utils.hooks import RemovableHandle
 from transformers.trainer import Trainer
 from transformers.training_args import TrainingArguments
 
@@ -171,6 +173,7 @@ class LowMemMixin(_TrainerBase):
     _placement: Placement | None = None
     _inputs: InputOffload | None = None
     _norm_ahead: NormAhead | None = None
+    _update_hook: RemovableHandle | None = None
 
     def __init__(self, *args: Any, lowmem: LowMemConfig | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         # Before the Trainer is made: that may move a model to a GPU and tokenize a data set.
@@ -372,6 +375,13 @@ class LowMemMixin(_TrainerBase):
         if automatic and memory is not None:
             moved = functools.partial(overlap, streamer, optimizer)
             self._placement = Placement(streamer, optimizer, outside, memory, moved, on_device, ram_budget)
+            if self._update_hook is not None:
+                self._update_hook.remove()
+            before, ref = LowMemMixin._before_update, weakref.ref(self)
+            # At the last moment: callbacks may still write weights before it.
+            self._update_hook = optimizer.register_step_pre_hook(
+                lambda *args: before(trainer) if (trainer := ref()) is not None else None
+            )
 
     def _before_step(self) -> None:
         """Before the first micro-batch of a step; also where somebody's own ``training_step`` does not call ours."""

@@ -378,7 +378,7 @@ def test_what_cannot_be_streamed_says_so(tiny) -> None:
         with pytest.raises(ValueError, match="or a model within it or around it, is attached already"):
             attach(again, LowMemConfig(offload="cpu"))
     with pytest.raises(
-        ValueError, match=r"offload=0.1 of the 2 blocks of LlamaForCausalLM is less than one block: write 0.5"
+        ValueError, match=r"offload=0.1 of the 2 blocks of LlamaForCausalLM is less than one block: write 1/2 or more"
     ):
         attach(tiny.model(), {"offload": 0.1})
     with pytest.raises(TypeError, match="attach takes a LowMemConfig, not 'cpu'"):

@@ -221,3 +221,9 @@ def test_auto_starts_with_all_blocks() -> None:
 
 def test_one_value_written_in_two_ways_is_one() -> None:
     assert merge({"offload": 0.5}, "cpu_adam4bit", "offload=0.5").offload == "0.5"
+
+
+@pytest.mark.parametrize("name", ["gpu_memory", "cpu_memory"])
+def test_a_number_without_a_unit_is_bytes(name) -> None:
+    with pytest.raises(ValueError, match=f'{name}=.24. is 24 bytes: write a unit, such as "24GB"'):
+        LowMemConfig(**{name: "24"})

@@ -312,3 +312,12 @@ def test_products_are_widened_by_the_machine_where_it_can(monkeypatch) -> None:
 @pytest.mark.parametrize(("words", "itemsize", "tokens"), [(128256, 2, 1024), (32000, 2, 4096), (262144, 4, 1024)])
 def test_chunks_are_large_enough_for_the_products(words, itemsize, tokens) -> None:
     assert loss._whole_tiles(loss.CHUNK // (words * itemsize), least=loss.LEAST) == tokens
+
+
+@pytest.mark.parametrize("form", [deferred, whole])
+def test_a_second_derivative_is_refused(chunks, form) -> None:
+    """It would be dropped without a word."""
+    inputs, labels = head_case(torch.float32)
+    value = chunked_causal_loss(form(inputs), labels, WORDS)
+    with pytest.raises(RuntimeError, match="has no second derivative, which create_graph=True asks for"):
+        torch.autograd.grad(value, inputs[0], create_graph=True)
