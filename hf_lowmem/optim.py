@@ -182,6 +182,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         """Of each parameter, the bits of a moment, and those of its master; None for an fp32 weight."""
         return {p: (self._bits(p, group), self._wants(p, group)) for p, group, _ in self._named()}
 
+    @torch.no_grad()
     def about_to_move(self, params: Iterable[Tensor]) -> None:
         """Says that somebody is going to move these parameters to another device or place, with their values.
 
