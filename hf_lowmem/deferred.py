@@ -208,7 +208,7 @@ class Deferred:
             slab = self._slabs[number] = StateSlab(states, pin=torch.cuda.is_available())
             trim()  # the states have been somewhere else before
         versions = [grad._version for _, _, grad, _ in work]
-        ways = partial(self._late.done_elsewhere, number), partial(self._put_back, number)
+        ways = partial(self._hand_over, number), partial(self._put_back, number)
         return Luggage(work, versions, states, slab, seed, scale, engine, *ways)
 
     def add(
@@ -249,8 +249,12 @@ class Deferred:
         self._taken[number] = self._queue.pop(number)[0]
         return luggage
 
+    def _hand_over(self, number: int, wait: Callable[[], None], query: Callable[[], bool]) -> None:
+        del self._taken[number]  # with the gradients that it would read
+        self._late.done_elsewhere(number, wait, query)
+
     def _put_back(self, number: int, start: int, wait: Callable[[], None]) -> None:
-        job = self._taken[number]
+        job = self._taken.pop(number)
 
         def rest() -> None:
             wait()

@@ -83,6 +83,7 @@ def test_the_device_updates_what_the_cpu_has_not_come_to(monkeypatch, state_bits
         train(model, optimizer, number, dtype, between=busy.go.clear)
     busy.go.set()
     assert link.updates == 9  # in each of three forwards, all but the one that the CPU had begun
+    assert not optimizer._deferred._taken  # nothing is held that was read
     assert_same(model, optimizer, reference, plain)
 
 
