@@ -285,6 +285,8 @@ def _widens(device: torch.device, dtype: torch.dtype) -> bool:
     try:
         torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
         torch.mm(a, a, out_dtype=torch.float32)
+    except torch.OutOfMemoryError:
+        raise  # which says nothing about products, and must not be remembered
     except (NotImplementedError, RuntimeError, TypeError):
         return False
     return True

@@ -220,7 +220,7 @@ class LowMemMixin(_TrainerBase):
         streamer = None if self.model is None else streamer_of(self.model)
         if streamer is not None:
             streamer.early = self._unclipped() and self.accelerator.sync_gradients
-        if self.lowmem.offload_activations:
+        if self.lowmem.offload_activations or self._inputs is not None:
             self._offload_inputs()
         if self._placement is None:
             loss = super().training_step(*args, **kwargs)
@@ -356,6 +356,8 @@ class LowMemMixin(_TrainerBase):
     def _place(self, model: nn.Module, streamer: Streamer, optimizer: LowBitAdamW) -> None:
         """Lets the optimizer work block by block. Raises: DoesNotFit where no batch whatever could be trained."""
         on_device = overlap(streamer, optimizer)
+        if self._inputs is not None:
+            self._inputs.remove()
         self._inputs = self._placement = None
         streamed = {p for block in streamer.blocks for _, p in block.params}
         outside = footprint((p for p in model.parameters() if p not in streamed), optimizer.widths())
@@ -385,7 +387,7 @@ class LowMemMixin(_TrainerBase):
 
     def _before_step(self) -> None:
         """Before the first micro-batch of a step; also where somebody's own ``training_step`` does not call ours."""
-        if self.lowmem.offload_activations:
+        if self.lowmem.offload_activations or self._inputs is not None:
             self._offload_inputs()
         if self._placement is not None:
             self._placement.before_forward(0)

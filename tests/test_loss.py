@@ -314,6 +314,20 @@ def test_chunks_are_large_enough_for_the_products(words, itemsize, tokens) -> No
     assert loss._whole_tiles(loss.CHUNK // (words * itemsize), least=loss.LEAST) == tokens
 
 
+def test_no_memory_is_not_taken_for_a_machine_that_cannot_widen(monkeypatch) -> None:
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    loss._widens.cache_clear()
+    before = loss._widens(torch.device("cpu"), torch.bfloat16)
+    loss._widens.cache_clear()
+    monkeypatch.setattr(torch, "addmm", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        loss._widens(torch.device("cpu"), torch.bfloat16)
+    monkeypatch.undo()
+    assert loss._widens(torch.device("cpu"), torch.bfloat16) == before
+
+
 @pytest.mark.parametrize("form", [deferred, whole])
 def test_a_second_derivative_is_refused(chunks, form) -> None:
     """It would be dropped without a word."""

@@ -365,6 +365,9 @@ def test_offloaded_activations_by_name(tiny, tmp_path) -> None:
         assert_same(tiny, plain, moved)
         assert plain._inputs is None
         assert moved._inputs.nbytes > 0
+        for trainer in (plain, moved):  # and once more
+            trainer.train()
+        assert_same(tiny, plain, moved)
     with pytest.raises(ValueError, match="write gradient_checkpointing=True"):
         fit(tiny, tmp_path, "cpu", optim="cpu_adam4bit", optim_args="offload_activations=true")
 
