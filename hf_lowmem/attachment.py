@@ -17,8 +17,9 @@ from .block import Block
 from .config import LowMemConfig
 from .link import CudaLink, HostLink
 from .loss import use_stock_loss
-from .memory import ram_bytes
+from .memory import ram_bytes, use_expandable_segments
 from .plan import Footprint, Plan, spread
+from .scaler import wait_for_scales
 from .shelf import RamShelf
 from .stream import AHEAD, Streamer
 
@@ -81,6 +82,9 @@ def hang(
     """Attaches these blocks of a model: on the shelf given, where their weights may be already, or else a new one."""
     if shelf is None:
         shelf = RamShelf([b.layer for b in blocks], [b.gradient_layer for b in blocks], pin=device.type == "cuda")
+    if device.type == "cuda":
+        use_expandable_segments()
+        wait_for_scales()
     link = CudaLink(_with_index(device)) if device.type == "cuda" else HostLink()
     streamer = Streamer(model, blocks, shelf, link, debug=debug)
     for block in blocks:

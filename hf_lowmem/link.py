@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 TIMED = 2**20  # bytes of a copy that says how fast the link is
+RECENT = 0.2  # weight of the latest copy in that
 ALIGN = 256  # of what lies in one buffer
 
 
@@ -101,31 +102,28 @@ class CudaLink:
         kept: so many copies up may be under way with their gradients kept for them; then the GPU waits for the first.
     """
 
-    def __init__(self, device: torch.device, kept: int = 2) -> None:
+    def __init__(self, device: torch.device, kept: int = 1) -> None:
         self.device = device
         self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._side = torch.cuda.Stream(device)
-        self.bags = 3  # one is filled, one updated, and one sent home
+        self.bags = 2  # one is filled while the other is updated and sent home, which is less
         self._bags = deque(_Bag() for _ in range(self.bags))
         self._freed: list[torch.cuda.Event] = []
-        self._untimed, self._fastest = 100, float("inf")  # copies that are still to be timed; seconds a byte
-        self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event, int]] = deque()
+        self._pace = 0.0  # seconds a byte of copies down, lately
+        self._coming: deque[tuple[torch.cuda.Event | None, torch.cuda.Event, int]] = deque()  # copies down, their bytes
         self._sent: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
         self._kept = kept
 
     def fetch(self, slot: Slot, home: Tensor) -> torch.cuda.Event:
         """Starts a copy down, after all that has been released so far. Returns what ``use`` takes."""
         self._wait_for_freed()
-        timed = self._untimed > 0 and home.numel() >= TIMED
-        start = self._down.record_event(torch.cuda.Event(enable_timing=True)) if timed else None
+        start = self._down.record_event(torch.cuda.Event(enable_timing=True)) if home.numel() >= TIMED else None
         with torch.cuda.stream(self._down):
             slot.fill()
             slot.buffer.copy_(home, non_blocking=True)
-        if start is None:
-            return self._down.record_event()
-        self._untimed -= 1
-        end = self._down.record_event(torch.cuda.Event(enable_timing=True))
-        self._timed.append((start, end, home.numel()))
+        end = self._down.record_event(torch.cuda.Event(enable_timing=start is not None))
+        self._coming.append((start, end, home.numel()))
+        self._collect()
         return end
 
     def begin(self, slot: Slot, home: Tensor, nbytes: int) -> None:
@@ -149,6 +147,7 @@ class CudaLink:
             there = bag.parts([state.numel(), grad.numel()], self.device)
             for copy, source in zip(there, (state, grad), strict=True):
                 copy.copy_(source, non_blocking=True)
+        self._coming.append((None, self._down.record_event(), state.numel() + grad.numel()))
         self._side.wait_stream(self._down)
         with torch.cuda.stream(self._side):
             step(*there)
@@ -223,11 +222,16 @@ class CudaLink:
         self._sent.clear()
 
     def seconds(self, nbytes: int) -> float:
-        """How long a copy down of so many bytes takes; 0 before that has been measured."""
-        while self._timed and self._timed[0][1].query():
-            start, end, size = self._timed.popleft()
-            self._fastest = min(self._fastest, start.elapsed_time(end) / 1e3 / size)
-        return nbytes * self._fastest if self._fastest < float("inf") else 0.0
+        """How long it will be until so many more bytes are down, behind all that is coming; 0 before it is measured."""
+        self._collect()
+        return (nbytes + sum(size for *_, size in self._coming)) * self._pace
+
+    def _collect(self) -> None:
+        while self._coming and self._coming[0][1].query():
+            start, end, size = self._coming.popleft()
+            if start is not None:
+                pace = start.elapsed_time(end) / 1e3 / size
+                self._pace = pace if self._pace == 0 else (1 - RECENT) * self._pace + RECENT * pace
 
     def _wait_for_freed(self) -> None:
         """Before the down stream takes memory: it may be that of slots which others have only just used."""

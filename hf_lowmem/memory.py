@@ -1,4 +1,4 @@
-"""Host memory that a GPU copies from and to at full speed.
+"""Host memory that a GPU copies from and to at full speed, and how torch's allocator takes the GPU's own.
 
 torch's caching allocator for pinned memory rounds every request up to a power of two. Here ordinary memory is
 registered with the driver at its exact size.
@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
+import os
+import platform
 import sys
 import warnings
 import weakref
@@ -41,6 +44,32 @@ def trim() -> None:
         malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
         if malloc_trim is not None:
             malloc_trim(0)
+
+
+@functools.cache
+def use_expandable_segments() -> bool:
+    """Has torch take a GPU's memory in segments that grow, between whose tensors little of it is lost.
+
+    Nothing is changed where the environment says otherwise, and on Windows and WSL, where torch has no such segments.
+
+    Returns: whether it takes memory so.
+    """
+    said = next(filter(None, (os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))), "")
+    words = said.lower().replace(" ", "")
+    if "expandable_segments:" in words:
+        return "expandable_segments:true" in words
+    if "backend:" in words or sys.platform != "linux" or "microsoft" in platform.release().lower():
+        return False
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or getattr(
+        torch._C, "_cuda_cudaCachingAllocator_set_allocator_settings", None
+    )
+    if change is None:
+        return False
+    try:
+        change(",".join(filter(None, (said, "expandable_segments:True"))))  # what is not named falls to its default
+    except (RuntimeError, ValueError):
+        return False
+    return True
 
 
 class PinnedArena:

@@ -198,6 +198,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         for p, group, _ in work:
             if self._resident.knows(p):
                 self._resident.prepare(p, self.state[p], self._wants(p, group))
+                self.state[p].update(state_in_ram(self.state[p]))  # at once: the device may need the room
         for p in moved:
             self._homes.forget(p)
             self._resident.forget(p)
@@ -248,7 +249,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         numbers = self._deferred.groups
         for number in {numbers[p] for p, _, _ in work if p in numbers}:
             self._deferred.wait(number)
-        self._step_resident([item for item in work if self._stays(item[0], item[1])], scale)
+        staying = [item for item in work if self._stays(item[0], item[1])]
         work = [item for item in work if not self._stays(item[0], item[1])]
         self._prepare(work)
         on_host = [item for item in work if item[0].device.type == "cpu"]
@@ -265,6 +266,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         groups = {p: group for p, group, _ in work}
         for number in self._deferred.in_order(late):
             self._update_late(number, late[number], groups, scale)
+        self._step_resident(staying, scale)  # last: the CPU is at work meanwhile
         return loss
 
     @torch.no_grad()
@@ -356,9 +358,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         used: Callable[[], None] | None = None,
     ) -> None:
         """Hands a group's step to the thread, with the hyperparameters of today. The steps are counted already."""
-        today = {
-            id(g): {**g, "lr": float(g["lr"])} for g in self.param_groups
-        }  # schedulers write an lr that is a tensor
+        today = {id(g): {**g, "lr": float(g["lr"])} for g in self.param_groups}  # schedulers write into a tensor
         work = [(p, today[id(groups[p])], grad, self.state[p]["step"]) for p, grad in grads.items()]
         for p in grads:
             torch.autograd.graph.increment_version(p)

@@ -8,7 +8,6 @@ placement may change in any step: it does where a longer batch comes, and where 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -17,6 +16,7 @@ from typing import Protocol
 import torch
 
 from .block import Block
+from .memory import use_expandable_segments
 from .optim import LowBitAdamW
 from .plan import Footprint, Plan, footprint, readable, spread
 from .stream import Streamer
@@ -40,12 +40,6 @@ class Memory(Protocol):
     def taken(self) -> int: ...
     def held(self) -> str: ...
     def tidy(self) -> None: ...
-
-
-def expandable() -> bool:
-    """Whether torch's allocator has been asked for expandable segments."""
-    settings = [os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")]
-    return any("expandable_segments:true" in setting.lower().replace(" ", "") for setting in settings)
 
 
 _fractions: dict[torch.device, float] = {}  # of the memory, that torch was last told here to stay within
@@ -87,8 +81,9 @@ class GpuMemory:
         if fraction > 0:  # or else nothing can be done, which is found out soon
             torch.cuda.set_per_process_memory_fraction(fraction, device)
             _fractions[device] = fraction
-        share = SLACK if expandable() else SLACK_WITHOUT
-        self.hint = "" if expandable() else HINT
+        expandable = use_expandable_segments()
+        share = SLACK if expandable else SLACK_WITHOUT
+        self.hint = "" if expandable else HINT
         self.limit = max(0, self.available - max(LEAST_SLACK, int(self.available * share)))
 
     def peak(self) -> int:

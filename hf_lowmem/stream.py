@@ -361,8 +361,8 @@ class Streamer:
         if self.updates is None or not place.gradient_home or self.updates.done(block.number):
             return None
         assert block.gradient_layer is not None
-        nbytes = 2 * block.layer.nbytes + block.gradient_layer.nbytes  # the states are about as large as the weights
-        seconds = 0.0 if needed else self.link.seconds(nbytes)
+        more = block.layer.nbytes + block.gradient_layer.nbytes  # the states are about as large as the weights
+        seconds = 0.0 if needed else self.link.seconds(more)
         weights: dict[Tensor, Tensor] = {p: home for (_, p), home in zip(block.params, place.home, strict=True)}
         grads: dict[Tensor, Tensor] = dict(zip(block.trained, place.gradient_home, strict=True))
         return self.updates.take(block.number, weights, grads, seconds)

@@ -220,6 +220,7 @@ class LowMemMixin(_TrainerBase):
         streamer = None if self.model is None else streamer_of(self.model)
         if streamer is not None:
             streamer.early = self._unclipped() and self.accelerator.sync_gradients
+            streamer.early_norms.clear()
         if self.lowmem.offload_activations or self._inputs is not None:
             self._offload_inputs()
         if self._placement is None:
@@ -257,12 +258,13 @@ class LowMemMixin(_TrainerBase):
         """After a forward or backward without enough memory. Raises: what failed, if there is nothing to be done."""
         assert self._placement is not None
         streamer = self._placement.streamer
-        if again is None or streamer.early:
+        if again is None or (streamer.early and streamer.early_norms):
             raise failed  # some gradients have been added to already, or weights changed
         streamer.go_home()
         again.restore()
         if self._placement.make_room():
             return
+        self._placement.memory.tidy()
         if self.lowmem.offload_activations is not None or self._inputs is not None or not self._offload_inputs():
             raise failed
         self._placement.start_again()
@@ -421,7 +423,8 @@ class LowMemMixin(_TrainerBase):
         ahead, self._norm_ahead = self._norm_ahead, None
         norm = None if ahead is None else ahead.of(params)
         if norm is None:
-            norm = total_norm(params, streamer_of(model))
+            unscaled = self.accelerator.scaler is not None  # in place, which torch's counter of writes does not see
+            norm = total_norm(params, None if unscaled else streamer_of(model))
         finite = bool(norm.isfinite())
         grads = [p.grad for p in params if p.grad is not None]
         if not finite and all(bool(g.isfinite().all()) for g in grads):  # the gradients' own dtype was too narrow

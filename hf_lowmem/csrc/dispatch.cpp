@@ -118,6 +118,15 @@ class DefaultFloatEnvironment {
 #endif
 };
 
+// Adds to a number that threads share, and returns what it was.
+int64_t take(int64_t* shared, int64_t amount) {
+#if defined(_MSC_VER) && !defined(__clang__)
+  return _InterlockedExchangeAdd64(shared, amount);
+#else
+  return __atomic_fetch_add(shared, amount, __ATOMIC_RELAXED);
+#endif
+}
+
 bool is_known(const hlm_adam_tensor& t) {
   const bool bits = t.bits == 4 || t.bits == 8 || t.bits == 32;
   const bool types = t.weight_dtype <= HLM_F16 && t.grad_dtype <= HLM_F16;
@@ -156,6 +165,17 @@ int64_t hlm_adam(int32_t isa, const hlm_adam_tensor* tensors, int64_t count, int
       skipped += kernels_of(isa)->blocks(t, from * each, to * each < blocks ? to * each : blocks);
     }
     begin += units;
+  }
+  return skipped;
+}
+
+int64_t hlm_adam_shared(int32_t isa, const hlm_adam_tensor* tensors, int64_t count, int64_t piece, int64_t end,
+                        int64_t* next) {
+  int64_t skipped = 0;
+  for (int64_t first = take(next, piece); first < end; first = take(next, piece)) {
+    const int64_t more = hlm_adam(isa, tensors, count, first, first + piece < end ? first + piece : end);
+    if (more < 0) return more;
+    skipped += more;
   }
   return skipped;
 }

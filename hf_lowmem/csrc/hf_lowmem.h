@@ -15,7 +15,7 @@ extern "C" {
 #endif
 
 // Raised whenever a struct, a function or the bits that one computes change; native.py refuses another number.
-#define HLM_ABI_VERSION 7
+#define HLM_ABI_VERSION 8
 
 // A unit of work: this many consecutive values of one tensor (the last unit of a tensor may be shorter).
 #define HLM_UNIT 256
@@ -53,6 +53,11 @@ HLM_API int32_t hlm_isa_supported(int32_t isa);
 // they were for their gradients, or -1 where isa or a tensor's bits or dtypes are none that this build knows (nothing
 // is written then).
 HLM_API int64_t hlm_adam(int32_t isa, const hlm_adam_tensor* tensors, int64_t count, int64_t first, int64_t last);
+
+// The same for one of several threads that share the units [*next, end): it takes `piece` of them at a time by adding to
+// *next, which the caller keeps for all of the threads, until none is left. Whoever writes `end` there stops them all.
+HLM_API int64_t hlm_adam_shared(int32_t isa, const hlm_adam_tensor* tensors, int64_t count, int64_t piece, int64_t end,
+                                int64_t* next);
 
 // Whether any of n values of dtype (F32, BF16 or F16) has magnitude bits over `limit`; -1 where isa or dtype are
 // unknown.

@@ -28,7 +28,7 @@ from .. import codec
 from .adam import AdamConstants, AdamTensor
 from .adam import adam_step as torch_adam_step
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 UNIT = 256  # values of a unit of work (HLM_UNIT)
 SMALLEST_PIECE = 1 << 16  # values for which waking another thread pays
 LOOKED_AT = 1 << 22  # values that all_finite hands a thread at a time
@@ -61,8 +61,9 @@ def _library() -> ctypes.CDLL | None:
         )
     library.hlm_isa_supported.restype = ctypes.c_int32
     library.hlm_isa_supported.argtypes = [ctypes.c_int32]
-    library.hlm_adam.restype = ctypes.c_int64
-    library.hlm_adam.argtypes = [ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
+    shared = library.hlm_adam_shared
+    shared.restype = ctypes.c_int64
+    shared.argtypes = [ctypes.c_int32, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.POINTER(ctypes.c_int64)]
     library.hlm_any_over.restype = ctypes.c_int32
     library.hlm_any_over.argtypes = [*[ctypes.c_int32] * 2, ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32]
     library.hlm_triad.restype = None
@@ -229,14 +230,19 @@ def _run(
 ) -> int:
     address, count = ctypes.addressof(ctypes.c_char.from_buffer(records)) if records else 0, len(tensors)
     piece = max(-(-units // (threads * PIECES_PER_THREAD)), SMALLEST_PIECE // UNIT)
+    taken = ctypes.c_int64(0)  # in the core, so that a thread needs Python's lock once a step and not once a piece
 
-    def step(first: int, last: int) -> int:
-        skipped = library.hlm_adam(number, address, count, first, last)
+    def stop() -> None:
+        taken.value = units
+
+    def work(held: object) -> int:
+        skipped = library.hlm_adam_shared(number, address, count, piece, units, ctypes.byref(taken))
         if skipped < 0:
             raise RuntimeError("the compiled core refuses a tensor that was checked: reinstall hf_lowmem")
         return skipped
 
-    return _spread(step, units, piece, threads, (records, list(tensors)))
+    threads, held = min(threads, -(-units // piece)), (records, list(tensors))
+    return _pool.run(work, held, stop, threads) if threads > 1 else work(held)
 
 
 def _spread(function: Callable[[int, int], int], count: int, piece: int, threads: int, held: object) -> int:

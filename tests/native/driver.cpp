@@ -139,7 +139,9 @@ uint64_t run_case(int isa, int bits, const Types& types, uint8_t grad, int n, in
   for (int step = 0; step < 2; step++) {
     t.key = 0x9E3779B97F4A7C15u * uint64_t(step + 1);
     skipped += hlm_adam(isa, &t, 1, 0, 1);
-    skipped += hlm_adam(isa, &t, 1, 1, 1000);
+    int64_t next = 1;  // what two threads would do one after the other
+    skipped += hlm_adam_shared(isa, &t, 1, 3, 1000, &next);
+    skipped += hlm_adam_shared(isa, &t, 1, 3, 1000, &next);
   }
   uint64_t hash = 0xCBF29CE484222325u;
   for (const Buffer* buffer : {&weight, &gradient, &extension, &copy, &m, &v, &m_scale, &v_scale})
@@ -166,6 +168,8 @@ bool unknown_tensors_are_refused(int isa) {
     const hlm_adam_tensor pair[2] = {good, t};
     if (hlm_adam(isa, pair, 2, 0, 1) != -1) return false;
   }
+  int64_t none = 0;
+  if (hlm_adam_shared(HLM_ISA_COUNT, &good, 1, 1, 1, &none) != -1) return false;
   return hlm_adam(isa, &good, 1, 0, 1) == 0 && hlm_adam(HLM_ISA_COUNT, &good, 1, 0, 1) == -1;
 }
 
