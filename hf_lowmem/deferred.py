@@ -6,6 +6,7 @@ memory each of them can ask for, and what a GPU copies comes on top of that.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -69,7 +70,11 @@ class StateSlab:
         return specs[0].offset, specs[-1].offset + specs[-1].nbytes
 
 
-def guarded(job: Callable[[int], None], grads: Sequence[Tensor]) -> Callable[[int], None]:
+# Does a group's update from the parameter of this number on; its other argument is that of ``LateUpdates``' jobs.
+Job = Callable[[int, Callable[[], object] | None], None]
+
+
+def guarded(job: Job, grads: Sequence[Tensor]) -> Job:
     """A deferred update that raises RuntimeError where somebody has written its gradients meanwhile."""
     versions = [grad._version for grad in grads]
 
@@ -80,9 +85,9 @@ def guarded(job: Callable[[int], None], grads: Sequence[Tensor]) -> Callable[[in
                 "zero_grad(set_to_none=True), or wait with streamer.synchronize() first"
             )
 
-    def watched(start: int = 0) -> None:
+    def watched(start: int, ending: Callable[[], object] | None) -> None:
         check()
-        job(start)
+        job(start, ending)
         check()
 
     return watched
@@ -171,9 +176,10 @@ class Deferred:
         self.travels = 0
         self._late = LateUpdates()
         self._slabs: dict[int, StateSlab] = {}
-        self._queue: dict[int, tuple[Callable[[int], None], Luggage | None, int]] = {}  # with the number of values
-        self._taken: dict[int, Callable[[int], None]] = {}
+        self._queue: dict[int, tuple[Job, Luggage | None, int]] = {}  # with the number of values
+        self._taken: dict[int, Job] = {}
         self._seconds = 0.0  # that the CPU takes for a value, lately
+        self._ended, self._lock = 0.0, threading.Lock()  # when the latest job was over
 
     def set_groups(self, groups: Iterable[Iterable[Tensor]], travels: int) -> None:
         """Replaces the groups, once earlier updates are done."""
@@ -214,7 +220,7 @@ class Deferred:
     def add(
         self,
         number: int,
-        job: Callable[[int], None],
+        job: Job,
         grads: Sequence[Tensor],
         there: bool,
         luggage: Luggage | None = None,
@@ -222,17 +228,20 @@ class Deferred:
         """Has the CPU do a group's update, behind those before it, unless somebody takes the luggage.
 
         Args:
-            job: does it, from the parameter of this number on.
+            job: does it.
             grads: what it reads.
             there: whether they have arrived, so that nobody has to write them any more.
         """
         job, values = guarded(job, grads) if there else job, sum(grad.numel() for grad in grads)
 
-        def timed() -> None:
+        def timed(ending: Callable[[], None]) -> None:
             start = time.perf_counter()
-            job(0)
-            seconds = (time.perf_counter() - start) / max(values, 1)
-            self._seconds = seconds if self._seconds == 0 else 0.8 * self._seconds + 0.2 * seconds
+            job(0, ending)
+            with self._lock:  # what began before another's end had only the cores that that one left
+                end = time.perf_counter()
+                seconds = (end - max(start, self._ended)) / max(values, 1)
+                self._seconds = seconds if self._seconds == 0 else 0.8 * self._seconds + 0.2 * seconds
+                self._ended = end
 
         self._late.add(number, timed)
         self._queue[number] = job, luggage, values
@@ -256,18 +265,20 @@ class Deferred:
     def _put_back(self, number: int, start: int, wait: Callable[[], None]) -> None:
         job = self._taken.pop(number)
 
-        def rest() -> None:
+        def rest(ending: Callable[[], None]) -> None:
             wait()
-            job(start)
+            job(start, ending)
 
         self._late.add(number, rest)
 
     def _seconds_until(self, number: int) -> float:
         """How long it will be before the CPU has done a group."""
-        values = 0.0
+        values, first = 0.0, True
         for n, (_, _, count) in self._queue.items():
             state = self._late.state(n)
-            values += {"waiting": 1.0, "running": 0.5, "done": 0.0}[state] * count
+            if state != "done":
+                values += count / 2 if first and state == "running" else count
+                first = False
             if n == number:
                 break
         return values * self._seconds
@@ -279,7 +290,7 @@ class Deferred:
         else:
             job, luggage, _ = self._queue.pop(number, (None, None, 0))
             if job is not None and luggage is not None and self._late.take(number):
-                job(0)  # it may be the last one in the queue
+                job(0, None)  # it may be the last one in the queue
                 return
         self._late.wait(number)
 

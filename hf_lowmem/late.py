@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+
+Job = Callable[[Callable[[], None]], object]
 
 _all: weakref.WeakSet[LateUpdates] = weakref.WeakSet()
 
@@ -22,22 +25,60 @@ class _Elsewhere:
 
 
 class LateUpdates:
-    """Jobs by number, done one after another in the order in which they were given, by one thread.
+    """Jobs by number, begun one after another in the order in which they were given.
+
+    A job is called with ``ending``, which it may call when it has begun to end: then the next one begins. So the cores
+    that a job's last pieces leave idle are at work for the next.
 
     A job that raises keeps its exception for whoever waits for it; the jobs behind it are done all the same.
     """
 
     def __init__(self) -> None:
-        self._thread: ThreadPoolExecutor | None = None
+        self._threads: ThreadPoolExecutor | None = None
         self._jobs: dict[int, Future[None] | _Elsewhere] = {}
+        self._lock = threading.Lock()
+        self._waiting: dict[int, tuple[Job, Future[None]]] = {}
+        self._busy = False  # a job has begun, and has not begun to end
         _all.add(self)
 
-    def add(self, number: int, job: Callable[[], None]) -> None:
+    def add(self, number: int, job: Job) -> None:
         """Adds a job behind the others, once an earlier one with its number is done. Raises: what that has raised."""
         self.wait(number)
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="hf_lowmem_late")
-        self._jobs[number] = self._thread.submit(job)
+        future: Future[None] = Future()
+        with self._lock:
+            self._jobs[number] = future
+            self._waiting[number] = job, future
+            self._begin_next()
+
+    def _begin_next(self) -> None:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(2, thread_name_prefix="hf_lowmem_late")  # one ends, one begins
+        while self._waiting and not self._busy:
+            job, future = self._waiting.pop(next(iter(self._waiting)))
+            try:
+                self._threads.submit(self._do, job, future)
+                self._busy = True
+            except RuntimeError as error:  # the interpreter is going
+                future.set_exception(error)
+
+    def _do(self, job: Job, future: Future[None]) -> None:
+        mine = True
+
+        def ending() -> None:
+            nonlocal mine
+            with self._lock:
+                if mine:
+                    mine = self._busy = False
+                    self._begin_next()
+
+        try:
+            job(ending)
+        except BaseException as error:
+            ending()
+            future.set_exception(error)
+        else:
+            ending()
+            future.set_result(None)
 
     def done(self, number: int) -> bool:
         """Whether nothing with this number is left to be done."""
@@ -46,18 +87,19 @@ class LateUpdates:
 
     def state(self, number: int) -> str:
         """ "waiting", "running" or "done"."""
+        with self._lock:
+            if number in self._waiting:
+                return "waiting"
         job = self._jobs.get(number)
-        if not isinstance(job, Future) or job.done():
-            return "done"
-        return "running" if job.running() else "waiting"
+        return "running" if isinstance(job, Future) and not job.done() else "done"
 
     def take(self, number: int) -> bool:
         """Takes a job away that has not begun. Returns whether there was one; it will not be done here then."""
-        job = self._jobs.get(number)
-        if not isinstance(job, Future) or not job.cancel():
-            return False
-        del self._jobs[number]
-        return True
+        with self._lock:
+            if self._waiting.pop(number, None) is None:
+                return False
+            del self._jobs[number]
+            return True
 
     def done_elsewhere(self, number: int, wait: Callable[[], None], query: Callable[[], bool]) -> None:
         """Says how to wait for a job that was taken, and how to ask whether it is done."""
@@ -78,7 +120,8 @@ class LateUpdates:
 
     def _forget(self) -> None:
         """In a forked child, which has no such thread: it must not touch what the parent is writing."""
-        self._thread, self._jobs = None, {}
+        self._threads, self._jobs = None, {}
+        self._lock, self._waiting, self._busy = threading.Lock(), {}, False
 
 
 def _forget_all() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 TIMED = 2**20  # bytes of a copy that says how fast the link is
-RECENT = 0.2  # weight of the latest copy in that
+RECENT = 8  # copies: one that the CPU was kept from issuing says nothing, so the fastest of these counts
 ALIGN = 256  # of what lies in one buffer
 
 
@@ -109,7 +109,7 @@ class CudaLink:
         self.bags = 2  # one is filled while the other is updated and sent home, which is less
         self._bags = deque(_Bag() for _ in range(self.bags))
         self._freed: list[torch.cuda.Event] = []
-        self._pace = 0.0  # seconds a byte of copies down, lately
+        self._paces: deque[float] = deque(maxlen=RECENT)  # seconds a byte of copies down
         self._coming: deque[tuple[torch.cuda.Event | None, torch.cuda.Event, int]] = deque()  # copies down, their bytes
         self._sent: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
         self._kept = kept
@@ -117,9 +117,9 @@ class CudaLink:
     def fetch(self, slot: Slot, home: Tensor) -> torch.cuda.Event:
         """Starts a copy down, after all that has been released so far. Returns what ``use`` takes."""
         self._wait_for_freed()
-        start = self._down.record_event(torch.cuda.Event(enable_timing=True)) if home.numel() >= TIMED else None
         with torch.cuda.stream(self._down):
             slot.fill()
+            start = self._down.record_event(torch.cuda.Event(enable_timing=True)) if home.numel() >= TIMED else None
             slot.buffer.copy_(home, non_blocking=True)
         end = self._down.record_event(torch.cuda.Event(enable_timing=start is not None))
         self._coming.append((start, end, home.numel()))
@@ -224,14 +224,13 @@ class CudaLink:
     def seconds(self, nbytes: int) -> float:
         """How long it will be until so many more bytes are down, behind all that is coming; 0 before it is measured."""
         self._collect()
-        return (nbytes + sum(size for *_, size in self._coming)) * self._pace
+        return (nbytes + sum(size for *_, size in self._coming)) * min(self._paces, default=0.0)
 
     def _collect(self) -> None:
         while self._coming and self._coming[0][1].query():
             start, end, size = self._coming.popleft()
             if start is not None:
-                pace = start.elapsed_time(end) / 1e3 / size
-                self._pace = pace if self._pace == 0 else (1 - RECENT) * self._pace + RECENT * pace
+                self._paces.append(start.elapsed_time(end) / 1e3 / size)
 
     def _wait_for_freed(self) -> None:
         """Before the down stream takes memory: it may be that of slots which others have only just used."""

@@ -94,7 +94,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         self.max_skipped_steps = max_skipped_steps
         self.skipped_steps = 0
         self.skipped_in_a_row = 0
-        self._skipped_in_ram = 0
+        self._skipped_in_ram: list[int] = []  # what is not 0, of all threads
         self._param_bits = dict(param_bits or {})
         self._deferred = Deferred()
         self._on_device: set[Tensor] = set()
@@ -256,7 +256,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         skipped = self._step_host([item for item in on_host if not self._is_late(item[0])], scale)
         for device in {p.device for p, _, _ in work if p.device.type != "cpu"}:
             skipped += self._step_device(device, [item for item in work if item[0].device == device], scale)
-        self._skipped_in_ram += skipped
+        self._skipped_in_ram.extend(filter(None, [skipped]))
         for p, _, _ in work:
             self.state[p]["step"] += 1
         late: dict[int, dict[Tensor, Tensor]] = {}
@@ -304,7 +304,7 @@ class LowBitAdamW(torch.optim.Optimizer):
     @property
     def skipped_blocks(self) -> int:
         """Blocks left as they were in steps that were done all the same. Waits for parameters kept on a device."""
-        return self._skipped_in_ram + self._resident.skipped_blocks()
+        return sum(self._skipped_in_ram) + self._resident.skipped_blocks()
 
     def _with_gradient(self) -> list[tuple[Tensor, dict[str, Any], str]]:
         """(parameter, group, name) of all that have a gradient, each one checked."""
@@ -364,12 +364,12 @@ class LowBitAdamW(torch.optim.Optimizer):
             torch.autograd.graph.increment_version(p)
             self._homes[p].seen = mark(p)
 
-        def job(start: int = 0) -> None:
+        def job(start: int, ending: Callable[[], object] | None) -> None:
             try:
                 if arrived is not None:
                     arrived()
                 rest = [self._tensor(p, group, 0, p.numel(), grad, scale, n) for p, group, grad, n in work[start:]]
-                self._skipped_in_ram += native.adam_step(rest, self.threads)
+                self._skipped_in_ram.extend(filter(None, [native.adam_step(rest, self.threads, ending)]))
             finally:
                 if used is not None:
                     used()
@@ -383,7 +383,7 @@ class LowBitAdamW(torch.optim.Optimizer):
     def _step_there(self, tensors: list[AdamTensor]) -> None:
         """Steps tensors on their device, in its current stream."""
         if tensors[0].weight.device.type == "cpu":  # a "device" in RAM
-            self._skipped_in_ram += native.adam_step(tensors, self.threads)
+            self._skipped_in_ram.extend(filter(None, [native.adam_step(tensors, self.threads)]))
         else:
             self._resident.step_tensors(tensors)
 

@@ -39,6 +39,7 @@ class Memory(Protocol):
     def peak(self) -> int: ...
     def taken(self) -> int: ...
     def held(self) -> str: ...
+    def retries(self) -> int: ...
     def tidy(self) -> None: ...
 
 
@@ -82,6 +83,7 @@ class GpuMemory:
             torch.cuda.set_per_process_memory_fraction(fraction, device)
             _fractions[device] = fraction
         expandable = use_expandable_segments()
+        self._retries = 0
         share = SLACK if expandable else SLACK_WITHOUT
         self.hint = "" if expandable else HINT
         self.limit = max(0, self.available - max(LEAST_SLACK, int(self.available * share)))
@@ -100,6 +102,11 @@ class GpuMemory:
         """The peaks since this was asked last, for a message."""
         reserved = torch.cuda.max_memory_reserved(self._device)
         return f"tensors {readable(self.peak())}, with what lies between them {readable(reserved)}"
+
+    def retries(self) -> int:
+        """How often, since this was asked last, torch had to give memory back to have enough in one piece."""
+        before, self._retries = self._retries, torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0)
+        return self._retries - before
 
     def tidy(self) -> None:
         """Gives back what the allocator keeps for later, in pieces that may not fit what comes."""
@@ -313,14 +320,17 @@ class Placement:
         """Corrects the number by what a step has really taken."""
         assert self.plan is not None
         self._adjustments += 1
-        measured, streamed = self.memory.peak(), self.plan.streamed
-        if self._adjustments == 1:
+        measured, streamed, retries = self.memory.peak(), self.plan.streamed, self.memory.retries()
+        settled = self._adjustments > 1  # until then memory finds its places
+        if not settled:
             planned = self.plan.gpu
             self.report(f"hf_lowmem: peak of the GPU {measured / 1e9:.2f} GB, planned {planned / 1e9:.2f} GB")
         over = measured - self.memory.limit  # below 0: room for so many blocks, rounded down
         wanted = max(0, min(len(self._sizes), streamed - (-over // self._cost)))
+        if settled and retries and wanted <= streamed:  # every step would stop for them
+            wanted = min(len(self._sizes), streamed + 1)
         if wanted == streamed:
-            self._adjustments = ADJUSTMENTS if over <= 0 else self._adjustments
+            self._adjustments = ADJUSTMENTS if over <= 0 and settled else self._adjustments
             return
         self._place(wanted)
         self.plan = self._planned(wanted)

@@ -26,12 +26,12 @@ class Busy:
         self.step = native.adam_step
         monkeypatch.setattr(native, "adam_step", self)
 
-    def __call__(self, tensors, threads=None):
+    def __call__(self, tensors, threads=None, ending=None):
         name = threading.current_thread().name
         if name.startswith("hf_lowmem_late"):
             assert self.go.wait(10)
         self.by_thread.append(name)
-        return self.step(tensors, threads)
+        return self.step(tensors, threads, ending)
 
 
 def make(monkeypatch, travels: bool = True, dtype: torch.dtype = torch.float32, **options):

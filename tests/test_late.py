@@ -20,11 +20,12 @@ from hf_lowmem.shelf import PASSING
 def test_jobs_are_done_in_order_and_waited_for() -> None:
     late, done, go = LateUpdates(), [], threading.Event()
     late.wait()
-    late.add(3, lambda: (go.wait(), done.append(3)))
-    late.add(1, lambda: done.append(1))
-    late.add(2, lambda: done.append(2))
+    late.add(3, lambda ending: (go.wait(), done.append(3)))
+    late.add(1, lambda ending: done.append(1))
+    late.add(2, lambda ending: done.append(2))
     assert not late.done(1)
     assert late.done(7)
+    assert [late.state(n) for n in (3, 1, 2, 7)] == ["running", "waiting", "waiting", "done"]
     go.set()
     late.wait(1)
     assert done[:2] == [3, 1]
@@ -33,15 +34,45 @@ def test_jobs_are_done_in_order_and_waited_for() -> None:
     assert late.done(2)
 
 
+def test_a_job_begins_when_the_one_before_it_is_ending() -> None:
+    late, go, begun = LateUpdates(), threading.Event(), threading.Event()
+    late.add(0, lambda ending: (ending(), ending(), begun.wait(10), go.wait(10)))  # saying so twice is no harm
+    late.add(1, lambda ending: (begun.set(), go.wait(10)))
+    late.add(2, lambda ending: None)
+    assert begun.wait(10)
+    assert [late.state(n) for n in range(3)] == ["running", "running", "waiting"]
+    assert late.take(2)
+    assert not late.take(2)
+    assert not late.take(1)
+    assert late.state(2) == "done"
+    go.set()
+    late.wait()
+
+
 def test_an_error_is_raised_once_and_stops_no_other() -> None:
     late, done = LateUpdates(), []
-    late.add(0, lambda: 1 / 0)
-    late.add(1, lambda: done.append(1))
-    late.wait(1)
+    late.add(0, lambda ending: 1 / 0)
+    late.add(1, lambda ending: (ending(), 1 / 0))
+    late.add(2, lambda ending: done.append(2))
+    late.wait(2)
     with pytest.raises(ZeroDivisionError):
         late.wait()
     late.wait()
-    assert done == [1]
+    assert done == [2]
+
+
+def test_nobody_waits_for_what_no_thread_will_do(monkeypatch) -> None:
+    """At the interpreter's end its threads take no more."""
+    late, go = LateUpdates(), threading.Event()
+    late.add(0, lambda ending: go.wait(10))
+    late.add(1, lambda ending: None)
+    late.add(2, lambda ending: None)
+    late._threads.shutdown(wait=False)
+    go.set()
+    for number in (1, 2):
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            late.wait(number)
+    late.wait()
 
 
 class Slow:
@@ -53,11 +84,11 @@ class Slow:
         self.step = native.adam_step
         monkeypatch.setattr(native, "adam_step", self)
 
-    def __call__(self, tensors, threads=None):
+    def __call__(self, tensors, threads=None, ending=None):
         if threading.current_thread() is not threading.main_thread():
             self.running.set()
             assert self.go.wait(10)
-        return self.step(tensors, threads)
+        return self.step(tensors, threads, ending)
 
 
 def stack(seed: int = 0) -> nn.Sequential:
@@ -128,7 +159,7 @@ def test_a_failed_update_is_heard_of(monkeypatch) -> None:
     optimizer.defer([list(model.parameters())])
     backward(model, 0)
 
-    def broken(tensors, threads=None):
+    def broken(tensors, threads=None, ending=None):
         raise RuntimeError("on purpose")
 
     monkeypatch.setattr(native, "adam_step", broken)
@@ -187,11 +218,11 @@ def test_a_forward_starts_before_the_last_update_is_done(monkeypatch) -> None:
     model(x).square().mean().backward()
     step, go, seen = native.adam_step, threading.Event(), []
 
-    def last_one_waits(tensors, threads=None):
+    def last_one_waits(tensors, threads=None, ending=None):
         seen.append(len(seen))
         if len(seen) == 4:
             assert go.wait(10)
-        return step(tensors, threads)
+        return step(tensors, threads, ending)
 
     monkeypatch.setattr(native, "adam_step", last_one_waits)
     optimizer.step()
@@ -218,9 +249,9 @@ def test_early_updates_begin_in_backward_and_keep_no_gradients(monkeypatch) -> N
     plain = LowBitAdamW(reference.parameters(), lr=1e-2)
     step, order = native.adam_step, []
 
-    def noted(tensors, threads=None):
+    def noted(tensors, threads=None, ending=None):
         order.append("update")
-        return step(tensors, threads)
+        return step(tensors, threads, ending)
 
     for i, block in enumerate(model.blocks):
         block.register_full_backward_hook(lambda *args, i=i: (order.append(i), time.sleep(0.02))[1])
@@ -276,7 +307,7 @@ def test_what_fails_early_is_heard_of_and_blocks_nobody(monkeypatch) -> None:
     model, optimizer, streamer = early_model()
     step = native.adam_step
 
-    def broken(tensors, threads=None):
+    def broken(tensors, threads=None, ending=None):
         raise RuntimeError("on purpose")
 
     monkeypatch.setattr(native, "adam_step", broken)

@@ -52,6 +52,9 @@ class CountedMemory:
     def held(self) -> str:
         return f"{self.peak()} bytes"
 
+    def retries(self) -> int:
+        return 0
+
     def tidy(self) -> None: ...
 
 

@@ -45,10 +45,10 @@ class Chain(nn.Module):
 def late(step):
     """The kernel, taking its time where it runs beside the model."""
 
-    def slow(tensors, threads=None):
+    def slow(tensors, threads=None, ending=None):
         if threading.current_thread() is not threading.main_thread():
             time.sleep(0.002)
-        return step(tensors, threads)
+        return step(tensors, threads, ending)
 
     return slow
 

@@ -75,10 +75,10 @@ def travelling(monkeypatch):
     monkeypatch.setattr(trainers, "overlap", functools.partial(overlap, travels=True))
     step = native.adam_step
 
-    def slow(tensors, threads=None):
+    def slow(tensors, threads=None, ending=None):
         if threading.current_thread().name.startswith("hf_lowmem_late"):
             time.sleep(0.005)
-        return step(tensors, threads)
+        return step(tensors, threads, ending)
 
     monkeypatch.setattr(native, "adam_step", slow)
     updates, update = [], HostLink.update
@@ -218,10 +218,10 @@ def test_a_trainer_trains_twice(tiny, tmp_path, max_grad_norm) -> None:
 def slow_updates(monkeypatch) -> None:
     step = native.adam_step
 
-    def slow(tensors, threads=None):
+    def slow(tensors, threads=None, ending=None):
         if threading.current_thread() is not threading.main_thread():
             time.sleep(0.01)
-        return step(tensors, threads)
+        return step(tensors, threads, ending)
 
     monkeypatch.setattr(native, "adam_step", slow)
 

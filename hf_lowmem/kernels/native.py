@@ -17,7 +17,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -148,7 +148,14 @@ class _Pool:
         self._executor: ThreadPoolExecutor | None = None
         self._size = 0
 
-    def run(self, work: Callable[[object], int], held: object, stop: Callable[[], None], threads: int) -> int:
+    def run(
+        self,
+        work: Callable[[object], int],
+        held: object,
+        stop: Callable[[], None],
+        threads: int,
+        ending: Callable[[], object] | None = None,
+    ) -> int:
         """Runs ``work(held)`` in ``threads`` threads at once, the calling one among them, and sums what they return.
 
         However it is left, by an exception (Ctrl-C, say) too, no thread is at work any more.
@@ -156,18 +163,23 @@ class _Pool:
         Args:
             held: what ``work`` reads and writes by address: it lives as long as a thread is at work.
             stop: called when one of them raises, or the calling thread is interrupted: makes ``work`` end early.
+            ending: called when the first of them has nothing left to do. The calling thread is none of them then.
         """
         others: list[Future[int]] = []
+        mine = int(ending is None)
         try:
             with self._lock:
-                if self._executor is None or self._size < threads - 1:
+                if self._executor is None or self._size < threads - mine:
                     if self._executor is not None:
                         self._executor.shutdown(wait=False)  # what it still runs is finished
-                    self._size = threads - 1
+                    self._size = threads - mine
                     self._executor = ThreadPoolExecutor(self._size, thread_name_prefix="hf_lowmem")
                 # one by one, so that an interruption finds those that have been submitted
-                others.extend(self._executor.submit(work, held) for _ in range(threads - 1))
-            total = work(held)
+                others.extend(self._executor.submit(work, held) for _ in range(threads - mine))
+            total = work(held) if ending is None else 0
+            if ending is not None:
+                wait(others, return_when=FIRST_COMPLETED)
+                ending()
             return total + sum(other.result() for other in others)
         except BaseException:
             stop()
@@ -194,12 +206,16 @@ if hasattr(os, "register_at_fork"):
 
 
 # -- one step -----------------------------------------------------------------------------------------------------
-def adam_step(tensors: Sequence[AdamTensor], threads: int | None = None) -> int:
+def adam_step(
+    tensors: Sequence[AdamTensor], threads: int | None = None, ending: Callable[[], object] | None = None
+) -> int:
     """Does one AdamW step of every tensor; equals ``kernels.adam.adam_step`` bit for bit.
 
     Args:
         tensors: what to step, all on the CPU. No two of their written buffers may overlap.
         threads: how many threads share the work; ``default_threads()`` if None. The result does not depend on it.
+        ending: called when the first thread has nothing left to do, so that another step may begin there meanwhile. The
+            calling thread only waits then.
 
     Returns:
         Number of blocks left as they were because a gradient in them was not finite or too large.
@@ -222,11 +238,17 @@ def adam_step(tensors: Sequence[AdamTensor], threads: int | None = None) -> int:
         if library is None and not os.environ.get("HF_LOWMEM_ISA"):
             _warn_once()
         return torch_adam_step(tensors)
-    return _run(library, _ISAS.index(name), records, tensors, units, threads)
+    return _run(library, _ISAS.index(name), records, tensors, units, threads, ending)
 
 
 def _run(
-    library: ctypes.CDLL, number: int, records: bytearray, tensors: Sequence[AdamTensor], units: int, threads: int
+    library: ctypes.CDLL,
+    number: int,
+    records: bytearray,
+    tensors: Sequence[AdamTensor],
+    units: int,
+    threads: int,
+    ending: Callable[[], object] | None,
 ) -> int:
     address, count = ctypes.addressof(ctypes.c_char.from_buffer(records)) if records else 0, len(tensors)
     piece = max(-(-units // (threads * PIECES_PER_THREAD)), SMALLEST_PIECE // UNIT)
@@ -241,8 +263,8 @@ def _run(
             raise RuntimeError("the compiled core refuses a tensor that was checked: reinstall hf_lowmem")
         return skipped
 
-    threads, held = min(threads, -(-units // piece)), (records, list(tensors))
-    return _pool.run(work, held, stop, threads) if threads > 1 else work(held)
+    threads, held = max(1, min(threads, -(-units // piece))), (records, list(tensors))
+    return work(held) if threads == 1 and ending is None else _pool.run(work, held, stop, threads, ending)
 
 
 def _spread(function: Callable[[int, int], int], count: int, piece: int, threads: int, held: object) -> int:

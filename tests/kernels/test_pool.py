@@ -77,7 +77,7 @@ def test_the_pool_waits_through_a_second_interruption(monkeypatch: pytest.Monkey
 @pytest.mark.skipif(not native.available(), reason="the compiled core is not built")
 def test_buffers_live_as_long_as_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(native._pool, "run", lambda work, held, stop, threads: seen.append(held) or 0)
+    monkeypatch.setattr(native._pool, "run", lambda work, held, stop, threads, ending: seen.append(held) or 0)
     n, constants = 300_000, AdamConstants.of(32, 1, 1e-3, 0.9, 0.99, 1e-8, 0.0)
     buffers = [torch.zeros(n) for _ in range(4)]
     tensor = AdamTensor(*buffers, None, None, 32, constants)
@@ -85,3 +85,30 @@ def test_buffers_live_as_long_as_the_step(monkeypatch: pytest.MonkeyPatch) -> No
     ((records, tensors),) = seen
     assert isinstance(records, bytearray)
     assert tensors == [tensor]
+
+
+def adam_tensor(n: int) -> AdamTensor:
+    constants = AdamConstants.of(32, 1, 1e-3, 0.9, 0.99, 1e-8, 0.0)
+    return AdamTensor(*[torch.ones(n) for _ in range(4)], None, None, 32, constants)
+
+
+@pytest.mark.skipif(not native.available(), reason="the compiled core is not built")
+def test_a_stopped_step_takes_no_more_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native._pool, "run", lambda work, held, stop, threads, ending: (stop(), work(held))[1])
+    tensor = adam_tensor(300_000)
+    assert native.adam_step([tensor], 2) == 0
+    assert bool((tensor.weight == 1).all())
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_second_step_begins_while_the_first_is_ending(threads: int) -> None:
+    """Whoever waits for a step hears of its ending once, before it is done, and the bits are the same."""
+    tensors = [adam_tensor(300_000) for _ in range(3)]
+    said: list[str] = []
+    second = threading.Thread(target=lambda: native.adam_step([tensors[1]], threads, lambda: said.append("second")))
+    native.adam_step([tensors[0]], threads, lambda: (said.append("first"), second.start()))
+    second.join()
+    native.adam_step([tensors[2]])
+    assert said == ["first", "second"]
+    assert torch.equal(tensors[0].weight, tensors[2].weight)
+    assert torch.equal(tensors[1].weight, tensors[2].weight)
