@@ -8,6 +8,7 @@ placement may change in any step: it does where a longer batch comes, and where 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -23,10 +24,11 @@ from .stream import Streamer
 
 CONTEXT = 600 * 10**6  # bytes of the GPU that CUDA itself takes in a process
 # Of the GPU's memory, what fragmentation may take: with the allocator's expandable segments, and without. Measured on
-# an 8B Llama shape under 24 GiB: with them 4 % were enough, without them 5.3 % were not.
-SLACK, SLACK_WITHOUT = 0.04, 0.08
+# an 8B Llama shape under 24 GiB: without them 5.3 % were not enough. Where it is too little, see `_adjust`.
+SLACK, SLACK_WITHOUT = 0.025, 0.08
 LEAST_SLACK = 150 * 10**6
 HINT = "With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment, more could stay."
+PASSING_INPUTS = 3  # so many are on the GPU where they wait in RAM
 ADJUSTMENTS = 3  # steps after the first in which more may still be kept
 
 
@@ -173,11 +175,13 @@ class Moment:
         peak: the most bytes taken in it.
         ended: numbers of the blocks whose gradients would be on the GPU in it if they were kept.
         passing: bytes of the blocks on their way through the GPU at its end.
+        waiting: blocks whose inputs, or all activations, wait on the GPU for their backward.
     """
 
     peak: int
     ended: frozenset[int]
     passing: int
+    waiting: int = 0
 
 
 class Placement:
@@ -192,6 +196,8 @@ class Placement:
         on_device: whether the optimizer keeps states where their parameters are.
         ram_budget: bytes of host memory for what is streamed; None: any.
         report: takes what is to be told to the user.
+        offload_inputs: has the inputs of checkpointed blocks wait in RAM, if that lets more blocks stay than it costs;
+            it returns of how many blocks. None: they stay where they are.
 
     Attributes:
         plan: what has been chosen; None before the first step has been measured.
@@ -207,11 +213,12 @@ class Placement:
         on_device: bool = True,
         ram_budget: int | None = None,
         report: Callable[[str], None] = print,
+        offload_inputs: Callable[[], int] | None = None,
     ) -> None:
         self.streamer, self.optimizer, self.memory, self.report = streamer, optimizer, memory, report
         self.plan: Plan | None = None
         self._moved, self._on_device, self._ram_budget = moved, on_device, ram_budget
-        self._outside = outside
+        self._outside, self._offload_inputs = outside, offload_inputs
         widths = optimizer.widths()
         self._sizes = [footprint([p for _, p in block.params], widths) for block in streamer.blocks]
         parts = (footprint([p], widths) for block in streamer.blocks for _, p in block.params)
@@ -219,10 +226,13 @@ class Placement:
         self._cost = max(self._on_gpu(size).total for size in self._sizes)
         self._moments: list[Moment] = []
         self._ended: set[int] = set()
+        self._levels: list[int] = []  # bytes taken when each block's forward begins, without what passes through
+        self._waiting = 0
         self._measuring = False
         self._resting = 0  # bytes that are taken between two steps
         self._size = 0  # of the largest micro-batch so far
         self._adjustments = 0
+        self._fewest = 0  # blocks that are to be streamed, whatever seems to be free
 
     # -- called by the Trainer --------------------------------------------------------------------------------------
     def before_forward(self, size: int) -> None:
@@ -254,6 +264,8 @@ class Placement:
         self.streamer.observer, self._measuring = None, False
         self._moments.clear()
         self._ended.clear()
+        self._levels.clear()
+        self._waiting = 0
 
     def make_room(self) -> bool:
         """Moves some blocks back to RAM, after the device has run out of memory. Returns whether there were any."""
@@ -272,11 +284,16 @@ class Placement:
     # -- measuring --------------------------------------------------------------------------------------------------
     def _note(self, block: Block | None, what: str) -> None:
         """Ends a moment. In a later micro-batch the gradients of all blocks are there already."""
-        self._moments.append(Moment(self.memory.peak(), frozenset(self._ended), self.streamer.passing_bytes))
-        if what == "end" and block is not None:
+        passing = self.streamer.passing_bytes
+        self._moments.append(Moment(self.memory.peak(), frozenset(self._ended), passing, self._waiting))
+        if what == "forward":
+            self._levels.append(self.memory.taken() - passing)
+            self._waiting += 1
+        elif what == "end" and block is not None:
             self._ended.add(block.number)
+            self._waiting = max(0, self._waiting - 1)
 
-    def _planned(self, streamed: int) -> Plan:
+    def _planned(self, streamed: int, moments: Sequence[Moment] | None = None) -> Plan:
         """What it takes to stream so many blocks, by what was noted."""
         chosen = set(self._spread(streamed))
         kept = [i for i in range(len(self._sizes)) if i not in chosen]
@@ -287,7 +304,7 @@ class Placement:
             missing += self.streamer.link.bags * self._part
         largest = max(block.layer.nbytes for block in self.streamer.blocks)
         best, gradients = 0, 0
-        for moment in self._moments:
+        for moment in self._moments if moments is None else moments:
             held = sum(self._sizes[i].gradients for i in kept if i in moment.ended)
             passing = max(0, moment.passing - streamed * largest)
             peak = moment.peak - passing + missing + there.kept + held
@@ -308,13 +325,40 @@ class Placement:
 
     # -- choosing ---------------------------------------------------------------------------------------------------
     def _choose(self) -> None:
-        plans = (self._planned(streamed) for streamed in range(len(self._sizes) + 1))
-        plan = next((plan for plan in plans if plan.gpu <= self.memory.limit), None)
-        self.plan = plan or self._planned(len(self._sizes))  # a step went through with all of them streamed
+        plan = self._least()
+        if self._offload_inputs is not None and self._worth_offloading(plan):
+            offload, self._offload_inputs = self._offload_inputs, None
+            if offload():
+                self.report("hf_lowmem: inputs of blocks wait in RAM, more blocks stay: offload_activations=true")
+                self.start_again()  # the next step shows what that leaves
+                return
+        self.plan = plan
         replace(self.plan, gpu_budget=None).check()
         self._place(self.plan.streamed)
         hint = f"\n{self.memory.hint}" if self.memory.hint and self.plan.streamed else ""
         self.report(f"hf_lowmem: {self._sentence()}\n{self.plan.table()}{hint}")
+
+    def _least(self, moments: Sequence[Moment] | None = None) -> Plan:
+        """With as few blocks streamed as there is room for."""
+        plans = (self._planned(streamed, moments) for streamed in range(len(self._sizes) + 1))
+        plan = next((plan for plan in plans if plan.gpu <= self.memory.limit), None)
+        return plan or self._planned(len(self._sizes), moments)  # a step went through with all of them streamed
+
+    def _worth_offloading(self, plan: Plan) -> bool:
+        """Whether inputs of blocks cost host memory less traffic in forward than the blocks that could stay instead.
+
+        In forward a streamed block's weights are fetched, and updated: weights, masters and states are read and
+        written, gradients read. An input is written.
+        """
+        growth = sorted(later - earlier for earlier, later in itertools.pairwise(self._levels))
+        each = growth[len(growth) // 2] if growth else 0
+        if each <= 0 or (plan.ram_budget is not None and plan.ram + each * plan.blocks > plan.ram_budget):
+            return False
+        less = [replace(m, peak=m.peak - each * max(0, m.waiting - PASSING_INPUTS)) for m in self._moments]
+        fewer = plan.streamed - self._least(less).streamed
+        size = max(self._sizes, key=lambda size: size.total)
+        traffic = size.weights + (size.gradients + 2 * size.kept if size.gradients else 0)
+        return fewer * traffic > each * plan.blocks
 
     def _adjust(self) -> None:
         """Corrects the number by what a step has really taken."""
@@ -327,8 +371,9 @@ class Placement:
             self.report(f"hf_lowmem: peak of the GPU {measured / 1e9:.2f} GB, planned {planned / 1e9:.2f} GB")
         over = measured - self.memory.limit  # below 0: room for so many blocks, rounded down
         wanted = max(0, min(len(self._sizes), streamed - (-over // self._cost)))
-        if settled and retries and wanted <= streamed:  # every step would stop for them
-            wanted = min(len(self._sizes), streamed + 1)
+        if settled and retries:  # every step would stop for them
+            self._fewest = max(wanted, min(len(self._sizes), streamed + 1))
+        wanted = max(wanted, self._fewest)
         if wanted == streamed:
             self._adjustments = ADJUSTMENTS if over <= 0 and settled else self._adjustments
             return

@@ -11,20 +11,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Mapping, MutableMapping
-from copy import copy
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import AutocastKwargs
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 from transformers.trainer import Trainer
 from transformers.training_args import TrainingArguments
 
 from .activations import InputOffload
+from .again import Again, fresh, largest
 from .attachment import attach, device_or_default, find_blocks, share_of, streamed_blocks, streamer_of
 from .checks import check_model, prepare_training
 from .config import DEFAULT_OPTIM, OPTIM_BITS, LowMemConfig, merge
@@ -226,7 +224,7 @@ class LowMemMixin(_TrainerBase):
         if self._placement is None:
             loss = super().training_step(*args, **kwargs)
         else:
-            self._placement.before_forward(_largest(args, kwargs))
+            self._placement.before_forward(largest(args, kwargs))
             loss = self._step_with_room(Again.of(self.model), args, kwargs)
         mine = self.accelerator.scaler is None and not self._steps_are_others()  # nobody changes gradients after this
         if mine and self.accelerator.sync_gradients and self.model is not None:
@@ -236,7 +234,7 @@ class LowMemMixin(_TrainerBase):
     def _step_with_room(self, again: Again | None, args: Any, kwargs: Any) -> Tensor:
         while True:
             try:
-                return super().training_step(*_fresh(args), **_fresh(kwargs))
+                return super().training_step(*fresh(args), **fresh(kwargs))
             except torch.OutOfMemoryError as error:
                 failed = error.with_traceback(None)  # which would keep the activations
             self._make_room(failed, again)
@@ -245,7 +243,7 @@ class LowMemMixin(_TrainerBase):
         """See ``Trainer``. Where the GPU runs out of memory, blocks that were kept there move to RAM."""
         while True:
             try:
-                return super().prediction_step(*_fresh(args), **_fresh(kwargs))
+                return super().prediction_step(*fresh(args), **fresh(kwargs))
             except torch.OutOfMemoryError as error:
                 failed = error.with_traceback(None)
             streamer = None if self.model is None else streamer_of(self.model)
@@ -378,10 +376,25 @@ class LowMemMixin(_TrainerBase):
         )
         if automatic and memory is not None:
             moved = functools.partial(overlap, streamer, optimizer)
-            self._placement = Placement(streamer, optimizer, outside, memory, moved, on_device, ram_budget)
+            ref = weakref.ref(self)
+
+            def offload_inputs() -> int:
+                trainer = ref()
+                return 0 if trainer is None else trainer._offload_inputs()
+
+            self._placement = Placement(
+                streamer,
+                optimizer,
+                outside,
+                memory,
+                moved,
+                on_device,
+                ram_budget,
+                offload_inputs=offload_inputs if self.lowmem.offload_activations is None else None,
+            )
             if self._update_hook is not None:
                 self._update_hook.remove()
-            before, ref = LowMemMixin._before_update, weakref.ref(self)
+            before = LowMemMixin._before_update
             # At the last moment: callbacks may still write weights before it.
             self._update_hook = optimizer.register_step_pre_hook(
                 lambda *args: before(trainer) if (trainer := ref()) is not None else None
@@ -435,53 +448,9 @@ class LowMemMixin(_TrainerBase):
         return norm
 
 
-@dataclass
-class Again:
-    """What it takes to do a micro-batch again that has failed.
-
-    Args:
-        model: the model, none of whose parameters had a gradient.
-        states: of the random number generators of torch, and of its GPU.
-    """
-
-    model: nn.Module
-    states: tuple[Tensor, Tensor | None]
-
-    @classmethod
-    def of(cls, model: nn.Module | None) -> Again | None:
-        """None where gradients are there already, to which a failed backward may have added some."""
-        if model is None or any(p.grad is not None for p in model.parameters()):
-            return None
-        return cls(model, (torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None))
-
-    def restore(self) -> None:
-        self.model.zero_grad()
-        torch.set_rng_state(self.states[0])
-        if self.states[1] is not None:
-            torch.cuda.set_rng_state(self.states[1])
-
-
 def _checkpointed(model: nn.Module | None) -> bool:
     """Whether any layer's activations are computed again in backward."""
     return model is not None and any(getattr(m, "gradient_checkpointing", False) is True for m in model.modules())
-
-
-def _fresh(arguments: Any) -> Any:
-    """Arguments whose mappings of inputs may be emptied by a Trainer, as label smoothing does."""
-    if isinstance(arguments, dict):
-        return {key: copy(x) if isinstance(x, MutableMapping) else x for key, x in arguments.items()}
-    return tuple(copy(x) if isinstance(x, MutableMapping) else x for x in arguments)
-
-
-def _largest(*arguments: Any) -> int:
-    """Values of the largest tensor among the arguments."""
-    sizes = [0]
-    for x in tree_flatten(arguments)[0]:
-        if isinstance(x, Tensor):
-            sizes.append(x.numel())
-        elif isinstance(x, Mapping):  # transformers' BatchEncoding is one, and no dict
-            sizes.append(_largest(*x.values()))
-    return max(sizes)
 
 
 class LowMemTrainer(LowMemMixin, Trainer):

@@ -117,3 +117,11 @@ def tiny():
         python=run_python,
         root=ROOT,
     )
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """A "device" in host memory whose bytes are counted, under every Trainer; see counted_memory.py."""
+    from counted_memory import count
+
+    return count(monkeypatch)

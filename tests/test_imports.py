@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "late": set(),
     "head": set(),
     "scaler": set(),
+    "again": set(),
     "loss": {"head"},
     "deferred": {"kernels.adam", "late", "layer", "memory", "state"},
     "home": {"codec", "memory", "staging", "state"},
@@ -63,6 +64,7 @@ MAY_IMPORT = {
     "registration": {"checks", "config", "trainer"},
     "trainer": {
         "activations",
+        "again",
         "attachment",
         "checks",
         "config",
