@@ -30,12 +30,12 @@ class Slot:
     def __init__(self, nbytes: int, device: torch.device, debug: bool = False) -> None:
         self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.sent: Any = None  # the latest copy from it
-        self._nbytes, self.debug = nbytes, debug
+        self.nbytes, self.debug = nbytes, debug
 
     def fill(self) -> None:
         """Takes memory, if it has none. Its contents are undefined."""
         if not self.debug:
-            self.buffer.untyped_storage().resize_(self._nbytes)
+            self.buffer.untyped_storage().resize_(self.nbytes)
 
     def empty(self) -> None:
         """Gives its memory back."""
@@ -62,6 +62,7 @@ class Link(Protocol):
     def arrived(self, sent: Any) -> None: ...
     def has_arrived(self, sent: Any) -> bool: ...
     def finish(self) -> None: ...
+    def flush(self) -> None: ...
     def seconds(self, nbytes: int) -> float: ...
 
 
@@ -97,6 +98,9 @@ class CudaLink:
     whoever used the slot last. So no slot is overwritten too early, however far the CPU runs ahead of the GPU, and the
     memory of a few slots serves all layers.
 
+    [Note: whose memory a fetch takes] That of the slot that was released first. Were all that is released given back at
+    once, a fetch would wait for the computing of the very block before it, wherever the CPU is late with its update.
+
     Args:
         device: a CUDA device.
         kept: so many copies up may be under way with their gradients kept for them; then the GPU waits for the first.
@@ -108,7 +112,10 @@ class CudaLink:
         self._side = torch.cuda.Stream(device)
         self.bags = 2  # one is filled while the other is updated and sent home, which is less
         self._bags = deque(_Bag() for _ in range(self.bags))
-        self._freed: list[torch.cuda.Event] = []
+        self._held: set[Slot] = set()  # fetched, and not released
+        self._most = 0  # bytes of these at a time
+        self._released: deque[tuple[Slot, list[torch.cuda.Event]]] = deque()  # with their memory, the first one first
+        self._freed: list[torch.cuda.Event] = []  # of slots without memory, which the down stream has not waited for
         self._paces: deque[float] = deque(maxlen=RECENT)  # seconds a byte of copies down
         self._coming: deque[tuple[torch.cuda.Event | None, torch.cuda.Event, int]] = deque()  # copies down, their bytes
         self._sent: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
@@ -116,9 +123,12 @@ class CudaLink:
 
     def fetch(self, slot: Slot, home: Tensor) -> torch.cuda.Event:
         """Starts a copy down, after all that has been released so far. Returns what ``use`` takes."""
+        self._make_room(slot)
         self._wait_for_freed()
         with torch.cuda.stream(self._down):
             slot.fill()
+            self._held.add(slot)
+            self._most = max(self._most, sum(held.nbytes for held in self._held))
             start = self._down.record_event(torch.cuda.Event(enable_timing=True)) if home.numel() >= TIMED else None
             slot.buffer.copy_(home, non_blocking=True)
         end = self._down.record_event(torch.cuda.Event(enable_timing=start is not None))
@@ -220,6 +230,12 @@ class CudaLink:
         """The CPU waits until all that was sent has come home."""
         self._up.synchronize()
         self._sent.clear()
+        self.flush()
+
+    def flush(self) -> None:
+        """Gives back the memory of all slots that have been released."""
+        while self._released:
+            self._empty(0)
 
     def seconds(self, nbytes: int) -> float:
         """How long it will be until so many more bytes are down, behind all that is coming; 0 before it is measured."""
@@ -238,16 +254,34 @@ class CudaLink:
             self._down.wait_event(event)
         self._freed.clear()
 
+    def _make_room(self, slot: Slot) -> None:
+        """Gives back the memory of released slots, until there is as little as when most were held."""
+        for i, (released, _) in enumerate(self._released):
+            if released is slot:
+                self._empty(i)  # it is taken again at once
+                return
+        taken = [*self._held, *(released for released, _ in self._released), slot]
+        over = sum(s.nbytes for s in taken) - self._most
+        while over > 0 and self._released:
+            over -= self._released[0][0].nbytes
+            self._empty(0)
+
+    def _empty(self, number: int) -> None:
+        slot, events = self._released[number]
+        del self._released[number]
+        self._freed += events
+        with torch.cuda.stream(self._down):
+            slot.empty()
+
     def _give_back(self, slot: Slot, done: torch.cuda.Event) -> None:
         events = [done] if slot.sent is None else [done, slot.sent]
         slot.sent = None
+        self._held.discard(slot)
+        self._released.append((slot, events))
         if slot.debug:  # it is written, not only given back
             for event in events:
                 self._down.wait_event(event)
-        else:
-            self._freed += events
-        with torch.cuda.stream(self._down):
-            slot.empty()
+            self._empty(len(self._released) - 1)
 
 
 class HostLink:
@@ -292,6 +326,8 @@ class HostLink:
         return True
 
     def finish(self) -> None: ...
+
+    def flush(self) -> None: ...
 
     def seconds(self, nbytes: int) -> float:
         return 0.0

@@ -29,7 +29,7 @@ SLACK, SLACK_WITHOUT = 0.025, 0.08
 LEAST_SLACK = 150 * 10**6
 HINT = "With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment, more could stay."
 PASSING_INPUTS = 3  # so many are on the GPU where they wait in RAM
-ADJUSTMENTS = 3  # steps after the first in which more may still be kept
+ADJUSTMENTS = 8  # steps after the first in which their number may still change
 
 
 class Memory(Protocol):
@@ -233,6 +233,8 @@ class Placement:
         self._size = 0  # of the largest micro-batch so far
         self._adjustments = 0
         self._fewest = 0  # blocks that are to be streamed, whatever seems to be free
+        self._stops = 0  # steps in a row in which memory had to be given back
+        self._has_moved = False  # a block, since the last step
 
     # -- called by the Trainer --------------------------------------------------------------------------------------
     def before_forward(self, size: int) -> None:
@@ -365,17 +367,19 @@ class Placement:
         assert self.plan is not None
         self._adjustments += 1
         measured, streamed, retries = self.memory.peak(), self.plan.streamed, self.memory.retries()
-        settled = self._adjustments > 1  # until then memory finds its places
-        if not settled:
+        moved, self._has_moved = self._has_moved, False  # memory has only found its places then
+        self._stops = self._stops + 1 if retries and not moved else 0
+        if self._adjustments == 1:
             planned = self.plan.gpu
             self.report(f"hf_lowmem: peak of the GPU {measured / 1e9:.2f} GB, planned {planned / 1e9:.2f} GB")
         over = measured - self.memory.limit  # below 0: room for so many blocks, rounded down
         wanted = max(0, min(len(self._sizes), streamed - (-over // self._cost)))
-        if settled and retries:  # every step would stop for them
-            self._fewest = max(wanted, min(len(self._sizes), streamed + 1))
+        if self._stops == 2:  # every step would stop for that
+            self._fewest, self._stops = max(wanted, min(len(self._sizes), streamed + 1)), 0
         wanted = max(wanted, self._fewest)
         if wanted == streamed:
-            self._adjustments = ADJUSTMENTS if over <= 0 and settled else self._adjustments
+            if over <= 0 and not moved and not retries:
+                self._adjustments = ADJUSTMENTS
             return
         self._place(wanted)
         self.plan = self._planned(wanted)
@@ -397,7 +401,7 @@ class Placement:
             self.report(f"hf_lowmem: a larger batch has come; {self._sentence()}")
 
     def _place(self, streamed: int) -> None:
-        chosen = set(self._spread(streamed))
+        chosen, self._has_moved = set(self._spread(streamed)), True
         blocks = self.streamer.blocks
         leaving = [block for i, block in enumerate(blocks) if block.kept and i in chosen]
         coming = [block for i, block in enumerate(blocks) if not block.kept and i not in chosen]

@@ -283,6 +283,8 @@ class Streamer:
             self._release(block)
         if out is not None and torch._C._current_graph_task_id() == -1:  # None: the block has failed
             self._fetch_ahead(block, self._after)  # what the optimizer had not written when this block began
+        if not self._there and block not in self._after:
+            self.link.flush()  # the last one, and no backward is to come
 
     def _before_backward(self, block: Block) -> None:
         if block.backward:

@@ -102,7 +102,7 @@ def test_memory_that_has_to_be_given_back_in_every_step(tiny, tmp_path, memory, 
 
     monkeypatch.setattr(memory, "retries", retries)
     trainer = auto(tiny, tmp_path, max_steps=8)
-    assert asked == [4, 4, 3]  # the first time, memory has only found its places
+    assert asked == [4, 4, 4, 3, 3]  # where blocks have just moved, memory has only found its places
     assert sum(block.kept for block in streamer_of(trainer.model).blocks) == 3
     assert_same(tiny, whole, trainer)
 
