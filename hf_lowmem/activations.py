@@ -4,11 +4,10 @@ Activation checkpointing keeps of each block its input alone, until backward com
 hidden size × bytes of a value, which long sequences make the largest part of a GPU's memory. Here an input is copied to
 pinned host memory while its block computes, and comes back before its block's backward.
 
-[Note: what it hangs on] A layer of transformers that is checkpointed calls ``_gradient_checkpointing_func(function,
-*args)``, a partial of torch's ``checkpoint``, which keeps ``args`` and calls ``function(*args)`` once in the forward
-and once in each backward. We stand in its place, hand an empty tensor to the checkpoint for the input, and put the
-input in again inside of ``function``. The empty tensor is on the input's device: the checkpoint keeps the random state
-of the devices that its arguments are on, and without it dropout would drop other values in backward.
+[Note: what it hangs on] We stand in the place of a block's checkpoint function (``checkpointing.py``), hand an empty
+tensor to the checkpoint for the input, and put the input in again inside of ``function``. The empty tensor is on the
+input's device: the checkpoint keeps the random state of the devices that its arguments are on, and without it dropout
+would drop other values in backward.
 That needs ``use_reentrant=False``, whose second run only makes what autograd has saved: the gradient of the input flows
 through the graph of the first run. With ``use_reentrant=True`` it flows through ``args``, and would be lost.
 
@@ -34,9 +33,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from .checkpointing import InPlace, is_checkpointed, own_function, put_innermost, standing, take_out
 from .memory import PinnedArena
-
-_FUNCTION = "_gradient_checkpointing_func"  # transformers' name for what a layer calls
 
 
 class InputOffload:
@@ -75,13 +73,12 @@ class InputOffload:
         """
         count = 0
         for module in self.modules:
-            function = getattr(module, _FUNCTION, None)
-            if function is None or not getattr(module, "gradient_checkpointing", False):
+            if not is_checkpointed(module):
                 continue
             if self._ours(module) is None:
-                if _is_reentrant(function):
+                if _is_reentrant(own_function(module)):
                     raise _refusal()
-                setattr(module, _FUNCTION, _Offloaded(self, function))
+                put_innermost(module, functools.partial(_Offloaded, self))
             count += 1
         return count
 
@@ -90,13 +87,12 @@ class InputOffload:
         for module in self.modules:
             ours = self._ours(module)
             if ours is not None:
-                setattr(module, _FUNCTION, ours.function)
+                take_out(module, ours)
         self._let_go([])
         self._pool.clear()
 
     def _ours(self, module: nn.Module) -> _Offloaded | None:
-        function = getattr(module, _FUNCTION, None)
-        return function if isinstance(function, _Offloaded) and function.offload is self else None
+        return next((x for x in standing(module) if isinstance(x, _Offloaded) and x.offload is self), None)
 
     # -- for the functions that are installed --------------------------------------------------------------------------
     def takes(self, tensor: Tensor) -> bool:
@@ -152,7 +148,7 @@ class InputOffload:
 
 
 # -- what takes the place of a checkpoint function -----------------------------------------------------------------
-class _Offloaded:
+class _Offloaded(InPlace):
     """A block's checkpoint function whose first tensor is kept in host memory.
 
     Args:
@@ -161,7 +157,8 @@ class _Offloaded:
     """
 
     def __init__(self, offload: InputOffload, function: Callable[..., Any]) -> None:
-        self.offload, self.function = offload, function
+        super().__init__(function)
+        self.offload = offload
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         place = next((i for i, x in enumerate(args) if isinstance(x, Tensor)), None)
@@ -171,10 +168,6 @@ class _Offloaded:
         tensor = args[place]
         run = _Run(self.offload, forward, place, tensor)
         return self.function(run, *args[:place], tensor.new_empty(0), *args[place + 1 :], **kwargs)
-
-    def __reduce__(self) -> Any:
-        """A copied or pickled model has the block's own function."""
-        return _itself, (self.function,)
 
 
 class _Run:
@@ -215,10 +208,6 @@ def _refusal() -> ValueError:
         "activation checkpointing with use_reentrant=True does not go together with offload_activations: the gradient "
         'of a block\'s input would be lost. Write gradient_checkpointing_kwargs={"use_reentrant": False}'
     )
-
-
-def _itself(function: Any) -> Any:
-    return function
 
 
 def _nothing() -> None:

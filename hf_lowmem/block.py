@@ -44,6 +44,8 @@ class Block:
         backward: whether it is in the state BACKWARD.
         to_come: forwards whose backward is still to come.
         kept: whether it stays on the device for the time being, and is not streamed.
+        under_way: whether its forward has begun and not ended.
+        in_parts: whether a forward is under way that calls the module for each part of its batch.
     """
 
     name: str
@@ -56,12 +58,28 @@ class Block:
     backward: bool = field(default=False, init=False)
     to_come: int = field(default=0, init=False)
     kept: bool = field(default=False, init=False)
+    under_way: bool = field(default=False, init=False)
+    in_parts: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.layer = Layer.of([(name, p.data) for name, p in self.params])
         self.trained = tuple(p for _, p in self.params if p.requires_grad)
         gradients = [(str(i), p.data) for i, p in enumerate(self.trained)]
         self.gradient_layer = Layer.of(gradients) if gradients else None
+
+
+class AfterBackward(torch.autograd.Function):
+    """The identity on a block's input. Its backward runs when the block's own is over."""
+
+    @staticmethod
+    def forward(ctx: Any, done: Callable[[], None], tensor: Tensor) -> Tensor:
+        ctx.done = done
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.done()
+        return None, gradient
 
 
 class Copy:

@@ -103,6 +103,8 @@ class LowMemConfig:
             the machine has.
         offload_activations: whether the inputs of the blocks, which gradient checkpointing keeps for backward, wait in
             host memory. None: only where ``offload="auto"`` finds no room for them.
+        micro_batch_size: samples of a batch that a checkpointed block computes at a time, while its weights are on the
+            device. None: all. Instead of ``gradient_accumulation_steps``, where blocks are streamed.
         debug: fill the device's memory of a block with NaN when it has been used, so that whoever reads it too late
             computes NaN. It keeps that memory, and so saves none.
         state_bits: bits of each of AdamW's two moments, 4, 8 or 32 (32: plain AdamW). Norms, biases and small tensors
@@ -145,6 +147,9 @@ class LowMemConfig:
     offload_activations: bool | None = field(
         default=None, metadata={"help": "Keep checkpointed block inputs in RAM; default: where auto finds no room."}
     )
+    micro_batch_size: int | None = field(
+        default=None, metadata={"help": "Samples that a block computes at a time; default: all of a batch."}
+    )
 
     def __post_init__(self) -> None:
         self.offload = str(self.offload)
@@ -158,6 +163,8 @@ class LowMemConfig:
         if self.seed is not None:
             self._check_integer("seed", 0, 2**63 - 1, "leave it out for that of TrainingArguments")
         self._check_integer("max_skipped_steps", 1, None, "1 ends the training at the first skipped step")
+        if self.micro_batch_size is not None:
+            self._check_integer("micro_batch_size", 1, None, "leave it out for whole batches")
         parse_bytes(self.staging_memory, "staging_memory")
         for name in ("gpu_memory", "cpu_memory"):
             size = getattr(self, name)
@@ -329,7 +336,8 @@ def _value(key: str, value: Any) -> Any:
         raise ValueError(f"optim_args has the unknown key {key!r}{_meant(key)}: the keys are {_listed()}")
     if not isinstance(value, str) or key in ("staging_memory", "offload"):
         return value
-    if key in ("threads", "seed", "gpu_memory", "cpu_memory", "offload_activations") and value.lower() == "none":
+    optional = ("threads", "seed", "gpu_memory", "cpu_memory", "offload_activations", "micro_batch_size")
+    if key in optional and value.lower() == "none":
         return None
     if key in ("debug", "offload_activations"):
         return {"true": True, "false": False}.get(value.lower(), value)

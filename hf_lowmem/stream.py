@@ -32,25 +32,27 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 
-from .block import Block, Place, Updates
+from .block import AfterBackward, Block, Place, Updates
 from .link import ALIGN, Link, Slot
 from .shelf import Shelf
 
 AHEAD = 2  # so many blocks are fetched before they are used
 
 
-class _AfterBackward(torch.autograd.Function):
-    """The identity on a block's input. Its backward runs when the block's own is over."""
+class _Whole:
+    """A forward of a block in parts, of which its own hooks may see each one."""
 
-    @staticmethod
-    def forward(ctx: Any, done: Callable[[], None], tensor: Tensor) -> Tensor:
-        ctx.done = done
-        return tensor.view_as(tensor)
+    def __init__(self, streamer: Streamer, block: Block) -> None:
+        self._streamer, self._block = streamer, block
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.done()
-        return None, gradient
+    def begin(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        changed = self._streamer._before_forward(self._block, args, kwargs)
+        self._block.in_parts = True
+        return (args, kwargs) if changed is None else changed
+
+    def end(self, out: Any) -> None:
+        self._block.in_parts = False
+        self._streamer._after_forward(self._block, out)
 
 
 class Streamer:
@@ -178,6 +180,11 @@ class Streamer:
         self._before = {later: earlier for earlier, later in self._after.items()}
         self._latest = None
 
+    def whole(self, module: nn.Module) -> _Whole | None:
+        """For whoever has a block compute in parts within its forward. None where the block's hooks are around that."""
+        block = next((block for block in self.blocks if block.module is module), None)
+        return None if block is None or block.under_way else _Whole(self, block)
+
     @property
     def passing_bytes(self) -> int:
         """Bytes of the device for blocks that are there and will not stay."""
@@ -225,7 +232,9 @@ class Streamer:
             self.go_home()  # an exception has ended a forward or a backward in the middle
 
     def _before_forward(self, block: Block, args: Any, kwargs: Any) -> Any:
-        recomputed = torch._C._current_graph_task_id() != -1
+        if block.in_parts:
+            return None
+        block.under_way, recomputed = True, torch._C._current_graph_task_id() != -1
         if self.observer is not None and not recomputed:
             self.observer(block, "forward")
         if block.kept:
@@ -262,12 +271,13 @@ class Streamer:
         if latest.grad_fn is not None:
             latest.register_hook(lambda gradient: self._after_backward(block))
             return None
-        watched = _AfterBackward.apply(lambda: self._after_backward(block), latest)  # a leaf's turn is at once
+        watched = AfterBackward.apply(lambda: self._after_backward(block), latest)  # a leaf's turn is at once
         args = tuple(watched if x is latest else x for x in args)
         return args, {name: watched if x is latest else x for name, x in kwargs.items()}
 
     def _after_forward(self, block: Block, out: Any) -> None:
-        if block.kept:
+        block.under_way = block.in_parts
+        if block.kept or block.in_parts:
             return
         given, self._given = self._given, set()
         if block.backward:

@@ -32,6 +32,7 @@ from .optim import LowBitAdamW, param_bits
 from .overlap import NormAhead, SettleCallback, is_others, keep_on_device, may_look, overlap, total_norm, unwrapped
 from .placement import Placement, check_budgets, memory_of
 from .plan import footprint
+from .split import BatchSplit, check_splittable
 from .stream import Streamer
 
 if TYPE_CHECKING:
@@ -170,6 +171,7 @@ class LowMemMixin(_TrainerBase):
     lowmem: LowMemConfig
     _placement: Placement | None = None
     _inputs: InputOffload | None = None
+    _split: BatchSplit | None = None
     _norm_ahead: NormAhead | None = None
     _update_hook: RemovableHandle | None = None
 
@@ -221,6 +223,7 @@ class LowMemMixin(_TrainerBase):
             streamer.early_norms.clear()
         if self.lowmem.offload_activations or self._inputs is not None:
             self._offload_inputs()
+        self._split_batches()
         if self._placement is None:
             loss = super().training_step(*args, **kwargs)
         else:
@@ -282,6 +285,22 @@ class LowMemMixin(_TrainerBase):
                 f"{type(self.model).__name__} is checkpointed: write gradient_checkpointing=True"
             )
         return count
+
+    def _split_batches(self) -> None:
+        """Has checkpointed blocks compute batches in parts, if that is wanted."""
+        rows = self.lowmem.micro_batch_size
+        if rows is None or self.model is None:
+            return
+        if self._split is None:
+            check_splittable(self.model)
+            streamer = streamer_of(self.model)
+            modules = [module for _, module in find_blocks(self.model)]
+            self._split = BatchSplit(modules, rows, None if streamer is None else streamer.whole)
+        if not self._split.install():
+            raise ValueError(
+                f"micro_batch_size={rows} has checkpointed blocks compute a batch in parts, and no block of "
+                f"{type(self.model).__name__} is checkpointed: write gradient_checkpointing=True"
+            )
 
     def _unclipped(self) -> bool:
         """Whether streamed blocks may be updated during backward."""
@@ -358,7 +377,9 @@ class LowMemMixin(_TrainerBase):
         on_device = overlap(streamer, optimizer)
         if self._inputs is not None:
             self._inputs.remove()
-        self._inputs = self._placement = None
+        if self._split is not None:
+            self._split.remove()
+        self._inputs = self._split = self._placement = None
         streamed = {p for block in streamer.blocks for _, p in block.params}
         outside = footprint((p for p in model.parameters() if p not in streamed), optimizer.widths())
         memory = memory_of(streamer.link.device, self.lowmem.gpu_bytes)
@@ -402,6 +423,7 @@ class LowMemMixin(_TrainerBase):
 
     def _before_step(self) -> None:
         """Before the first micro-batch of a step; also where somebody's own ``training_step`` does not call ours."""
+        self._split_batches()
         if self.lowmem.offload_activations or self._inputs is not None:
             self._offload_inputs()
         if self._placement is not None:
