@@ -106,4 +106,13 @@ class Place:
         self.gradients = None if block.gradient_layer is None else Copy(block.gradient_layer, device, debug)
         self.gradient_home: list[Tensor] = []  # views of the shelf's place, once it has been taken
         self.bound = False
-        self.round = -1  # in which the copy of the weights was fetched
+        self._params = [p for _, p in block.params]
+        self._round, self._versions = -1, [0]
+
+    def is_for(self, number: int) -> None:
+        """Says for which round the copy of the weights has been fetched just now."""
+        self._round, self._versions = number, [p._version for p in self._params]
+
+    def is_of(self, number: int) -> bool:
+        """Whether the copy of the weights is for this round, and nobody has written them since through torch."""
+        return self._round == number and self._versions == [p._version for p in self._params]

@@ -43,6 +43,11 @@ def is_checkpointed(module: nn.Module) -> bool:
     return bool(getattr(module, FUNCTION, None) is not None and getattr(module, "gradient_checkpointing", False))
 
 
+def any_checkpointed(model: nn.Module | None) -> bool:
+    """Whether any layer's activations are computed again in backward."""
+    return model is not None and any(getattr(m, "gradient_checkpointing", False) is True for m in model.modules())
+
+
 def standing(module: nn.Module) -> Iterator[InPlace]:
     """What stands in the place of a block's checkpoint function, the outermost first."""
     function: Any = getattr(module, FUNCTION, None)

@@ -19,6 +19,7 @@ from torch import Tensor
 from .kernels.adam import AdamTensor, state_tensor
 from .late import LateUpdates
 from .layer import Layer, Spec
+from .link import ALIGN, Link, Slot
 from .memory import PinnedArena, trim
 from .state import State
 
@@ -157,6 +158,30 @@ class Luggage:
             return self.slab.part(i), home.view(torch.uint8), step
 
         return [part(i) for i in range(len(self.work))]
+
+    def travel(self, link: Link, slot: Slot, home: Tensor, weights: Mapping[Tensor, Tensor]) -> Any:
+        """Brings a layer to the device, has it updated there, and sends its weights and states home.
+
+        Args:
+            slot, home: of the layer.
+            weights: views of the slot, by parameter.
+
+        Returns: the ticket of the layer's fetch.
+        """
+        parts, done = self.parts(weights), 0
+        try:
+            link.begin(slot, home, max(state.numel() + grad.numel() for state, grad, _ in parts) + 2 * ALIGN)
+            for part in parts:
+                link.update(part)
+                done += 1
+        except BaseException:  # no memory, or Ctrl-C: the rest is the CPU's again
+            sent = link.end(slot, home)[1] if done else None
+            self.put_back(done, lambda: None if sent is None else link.arrived(sent))
+            link.release(slot)
+            raise
+        ticket, sent = link.end(slot, home)
+        self.hand_over(lambda: link.arrived(sent), lambda: link.has_arrived(sent))
+        return ticket
 
 
 class Deferred:

@@ -135,10 +135,21 @@ class SettleCallback(TrainerCallback):
     def _settle_if_others_look(self, event: str, *args: Any, **kwargs: Any) -> None:
         looks = any(may_look(callback, event) for callback in self._trainer.callback_handler.callbacks)
         if event == "on_step_begin":  # the forward is next: code before it may read weights
-            looks = looks or self._trainer._steps_are_others()
-            looks = looks or getattr(self._trainer.args, "use_vllm", False)  # TRL hands it the weights
+            looks = looks or steps_look(self._trainer)
         if looks:
             self._settle()
+
+
+def steps_look(trainer: Any) -> bool:
+    """Whether what begins a step before its forward may read or write weights."""
+    return bool(trainer._steps_are_others() or getattr(trainer.args, "use_vllm", False))  # TRL hands it the weights
+
+
+def looked_at(trainer: Any) -> bool:
+    """Whether anybody may read or write weights between two steps, other than this library and those it stands on."""
+    events = [name for name in dir(TrainerCallback) if name.startswith("on_")]
+    callbacks = trainer.callback_handler.callbacks
+    return steps_look(trainer) or any(may_look(callback, event) for callback in callbacks for event in events)
 
 
 def may_look(callback: TrainerCallback, event: str) -> bool:

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 
 from .block import AfterBackward, Block, Place, Updates
-from .link import ALIGN, Link, Slot
+from .link import Link
 from .shelf import Shelf
 
 AHEAD = 2  # so many blocks are fetched before they are used
@@ -128,6 +128,16 @@ class Streamer:
         if self.updates is not None:
             self.updates.synchronize()
 
+    def begin(self) -> None:
+        """Fetches what the next forward begins with. Only where nobody writes weights before it but through torch."""
+        block = self._first
+        for _ in range(self.ahead + 1):
+            if block is None or block in self._there:
+                return
+            self._fetch(block, False, wait=False)
+            self._places[block].is_for(self._round + 1)
+            block = self._after.get(block)
+
     def keep(self, block: Block) -> None:
         """Moves a block to the device, where it stays, with its gradients; what it took of the shelf is free.
 
@@ -179,6 +189,7 @@ class Streamer:
         self._after = dict(itertools.pairwise(streamed))
         self._before = {later: earlier for earlier, later in self._after.items()}
         self._latest = None
+        self._first = streamed[0] if streamed else None  # with which the latest round has begun
 
     def whole(self, module: nn.Module) -> _Whole | None:
         """For whoever has a block compute in parts within its forward. None where the block's hooks are around that."""
@@ -247,10 +258,10 @@ class Streamer:
                 self._new_round()
             if self._latest is not None:
                 self._after[self._latest], self._before[block] = block, self._latest
-            self._latest = block
+            self._latest, self._first = block, self._first if self._used else block
             self._used.add(block)
         place = self._places[block]
-        if place.weights.there and place.round != self._round:
+        if place.weights.there and not place.is_of(self._round):
             self._release(block)  # the copy of an earlier forward, whose weights may have changed since
         self._use(block)
         self._fetch_ahead(block, self._before if recomputed else self._after)
@@ -348,8 +359,10 @@ class Streamer:
             if luggage is None:
                 place.weights.ticket = self.link.fetch(slot, slab)
             else:
-                place.weights.ticket = self._update_on_the_way(block, luggage, slot, slab)
-            place.weights.there, place.round = True, self._round
+                views = zip(block.params, place.weights.views, strict=True)
+                place.weights.ticket = luggage.travel(self.link, slot, slab, {p: view for (_, p), view in views})
+            place.weights.there = True
+            place.is_for(self._round)
             self._there[block] = None
             self.fetches += 1
         gradients = place.gradients
@@ -378,25 +391,6 @@ class Streamer:
         weights: dict[Tensor, Tensor] = {p: home for (_, p), home in zip(block.params, place.home, strict=True)}
         grads: dict[Tensor, Tensor] = dict(zip(block.trained, place.gradient_home, strict=True))
         return self.updates.take(block.number, weights, grads, seconds)
-
-    def _update_on_the_way(self, block: Block, luggage: Any, slot: Slot, slab: Tensor) -> Any:
-        """Fetches a block, has the device update it, and sends weights and states home. Returns the ticket."""
-        views = self._places[block].weights.views
-        weights = {p: view for (_, p), view in zip(block.params, views, strict=True)}
-        parts, done = luggage.parts(weights), 0
-        try:
-            self.link.begin(slot, slab, max(state.numel() + grad.numel() for state, grad, _ in parts) + 2 * ALIGN)
-            for part in parts:
-                self.link.update(part)
-                done += 1
-        except BaseException:  # no memory, or Ctrl-C: the rest is the CPU's again
-            sent = self.link.end(slot, slab)[1] if done else None
-            luggage.put_back(done, lambda: None if sent is None else self.link.arrived(sent))
-            self.link.release(slot)
-            raise
-        ticket, sent = self.link.end(slot, slab)
-        luggage.hand_over(lambda: self.link.arrived(sent), lambda: self.link.has_arrived(sent))
-        return ticket
 
     def _fetch_ahead(self, block: Block, order: Mapping[Block, Block]) -> None:
         backward = order is self._before

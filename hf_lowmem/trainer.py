@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,12 +24,23 @@ from transformers.training_args import TrainingArguments
 from .activations import InputOffload
 from .again import Again, fresh, largest
 from .attachment import attach, device_or_default, find_blocks, share_of, streamed_blocks, streamer_of
+from .checkpointing import any_checkpointed
 from .checks import check_model, prepare_training
 from .config import DEFAULT_OPTIM, OPTIM_BITS, LowMemConfig, merge
 from .loss import use_chunked_loss
 from .memory import ram_bytes
 from .optim import LowBitAdamW, param_bits
-from .overlap import NormAhead, SettleCallback, is_others, keep_on_device, may_look, overlap, total_norm, unwrapped
+from .overlap import (
+    NormAhead,
+    SettleCallback,
+    is_others,
+    keep_on_device,
+    looked_at,
+    may_look,
+    overlap,
+    total_norm,
+    unwrapped,
+)
 from .placement import Placement, check_budgets, memory_of
 from .plan import footprint
 from .split import BatchSplit, check_splittable
@@ -173,7 +184,7 @@ class LowMemMixin(_TrainerBase):
     _inputs: InputOffload | None = None
     _split: BatchSplit | None = None
     _norm_ahead: NormAhead | None = None
-    _update_hook: RemovableHandle | None = None
+    _step_hooks: Sequence[RemovableHandle] = ()
 
     def __init__(self, *args: Any, lowmem: LowMemConfig | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         # Before the Trainer is made: that may move a model to a GPU and tokenize a data set.
@@ -205,11 +216,10 @@ class LowMemMixin(_TrainerBase):
             callbacks.insert(0, SettleCallback(self))
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
-        except BaseException:
+        finally:
             streamer = None if self.model is None else streamer_of(self.model)
             if streamer is not None:
-                streamer.go_home()  # in the middle of a step, or by Ctrl-C: the weights are at home all the same
-            raise
+                streamer.go_home()  # also in the middle of a step, or by Ctrl-C
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """See ``Trainer.training_step``. Without clipping, streamed blocks are updated during the last backward.
@@ -413,13 +423,27 @@ class LowMemMixin(_TrainerBase):
                 ram_budget,
                 offload_inputs=offload_inputs if self.lowmem.offload_activations is None else None,
             )
-            if self._update_hook is not None:
-                self._update_hook.remove()
-            before = LowMemMixin._before_update
-            # At the last moment: callbacks may still write weights before it.
-            self._update_hook = optimizer.register_step_pre_hook(
-                lambda *args: before(trainer) if (trainer := ref()) is not None else None
-            )
+
+        self._hook_steps(optimizer)
+
+    def _hook_steps(self, optimizer: LowBitAdamW) -> None:
+        """Blocks move at the last moment before a step, for callbacks may write weights until then; the next forward
+        begins at the first moment after it, unless somebody may write some before that."""
+        for handle in self._step_hooks:
+            handle.remove()
+        ref = weakref.ref(self)
+
+        def before(*args: Any) -> None:
+            if (trainer := ref()) is not None:
+                trainer._before_update()
+
+        def after(*args: Any) -> None:
+            trainer = ref()
+            streamer = None if trainer is None or trainer.model is None else streamer_of(trainer.model)
+            if streamer is not None and not looked_at(trainer):
+                streamer.begin()
+
+        self._step_hooks = (optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after))
 
     def _before_step(self) -> None:
         """Before the first micro-batch of a step; also where somebody's own ``training_step`` does not call ours."""
@@ -436,7 +460,7 @@ class LowMemMixin(_TrainerBase):
             return
         measured = placement.plan is None
         placement.before_update()
-        if measured and placement.plan is not None and placement.plan.streamed and not _checkpointed(self.model):
+        if measured and placement.plan is not None and placement.plan.streamed and not any_checkpointed(self.model):
             placement.report(
                 "hf_lowmem: every activation stays on the GPU until backward; with gradient_checkpointing=True more "
                 "blocks could stay there instead"
@@ -468,11 +492,6 @@ class LowMemMixin(_TrainerBase):
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).item() if finite else 1.0
         unwrapped(self.optimizer).scale_gradients(factor, finite)
         return norm
-
-
-def _checkpointed(model: nn.Module | None) -> bool:
-    """Whether any layer's activations are computed again in backward."""
-    return model is not None and any(getattr(m, "gradient_checkpointing", False) is True for m in model.modules())
 
 
 class LowMemTrainer(LowMemMixin, Trainer):
