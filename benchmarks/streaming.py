@@ -9,6 +9,8 @@ uncapped card, forward and backward, without any optimizer. Then each of the run
     forward      forward and backward alone, without an optimizer
     early        max_grad_norm=0: updated during backward
     activations  offload_activations=true
+    micro=N      micro_batch_size=N
+    parts=N      gradient_accumulation_steps=N, with N-ths of the batch
 
 One process; the median of the steps behind the first ones, in which `auto` finds its place. RSS is the process's at the
 end of a run, and at its peak within it.
@@ -188,14 +190,19 @@ for ours in (Quick, Clock):  # the optimizer waits for what may look at weights,
 
 def trained(args: argparse.Namespace, tokens: torch.Tensor, offload: str, options: set[str]) -> Run:
     """Steps of LowMemTrainer, always on the same batch."""
-    name = "-".join([args.size, offload.replace("/", "of"), *sorted(options)])
+    name = "-".join([args.size, offload.replace("/", "of"), *sorted(options)]).replace("=", "")
+
+    def number(option: str, default: Any) -> Any:
+        return next((int(x.split("=")[1]) for x in options if x.startswith(f"{option}=")), default)
+
     clock = Clock(args.trace and args.trace / f"{name}.json", args.steps)
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(
             output_dir=folder,
             optim="cpu_adam4bit",
             max_steps=args.steps,
-            per_device_train_batch_size=args.batch,
+            per_device_train_batch_size=args.batch // number("parts", 1),
+            gradient_accumulation_steps=number("parts", 1),
             **{CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}},
             max_grad_norm=0.0 if "early" in options else 1.0,
             learning_rate=1e-5,
@@ -206,7 +213,10 @@ def trained(args: argparse.Namespace, tokens: torch.Tensor, offload: str, option
             use_cpu=DEVICE == "cpu",
         )
         lowmem = LowMemConfig(
-            offload=offload, gpu_memory=args.cap, offload_activations=True if "activations" in options else None
+            offload=offload,
+            gpu_memory=args.cap,
+            offload_activations=True if "activations" in options else None,
+            micro_batch_size=number("micro", None),
         )
         torch.cuda.set_per_process_memory_fraction(1.0)  # the cap is for training; a real model comes from a disk
         model = make_model(args)

@@ -103,14 +103,16 @@ def test_streaming(tmp_path, monkeypatch):
     monkeypatch.setitem(streaming.SHAPES, "1.2b", (64, 128, 3, 4, 2, True))
     out = tmp_path / "out.md"
     argv = ["streaming.py", "--size", "1.2b", "--seq", "8", "--batch", "2", "--vocabulary", "50", "--steps", "7"]
-    argv += ["--runs", "cpu:forward", "cpu", "1/3:early", "cpu:activations"]
+    argv += ["--runs", "cpu:forward", "cpu", "1/3:early", "cpu:activations", "cpu:micro=1", "cpu:parts=2"]
     argv += ["--out", str(out), "--trace", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", argv)
     streaming.main()
     rows = [line.split("|") for line in out.read_text().splitlines() if line.startswith(("| none", "| cpu", "| 1/3"))]
-    names = ["none:forward", "cpu:forward", "cpu", "1/3:early", "cpu:activations"]
+    names = ["none:forward", "cpu:forward", "cpu", "1/3:early", "cpu:activations", "cpu:micro=1", "cpu:parts=2"]
     assert [row[1].strip() for row in rows] == names
     assert rows[0][5] == rows[1][5]  # the loss
     assert float(rows[2][5]) < float(rows[0][5])
     assert rows[2][5] == rows[4][5]
+    assert float(rows[5][5]) == pytest.approx(float(rows[2][5]), rel=1e-3)
+    assert float(rows[6][5]) < float(rows[0][5])
     assert (tmp_path / "1.2b-1of3-early.json").stat().st_size > 1000
