@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from .attachment import attach as attach
     from .attachment import detach as detach
     from .config import LowMemConfig as LowMemConfig
+    from .factory import create_optimizer as create_optimizer
     from .loading import load as load
     from .optim import LowBitAdamW as LowBitAdamW
     from .plan import DoesNotFit as DoesNotFit
     from .plan import Plan as Plan
     from .trainer import LowMemMixin as LowMemMixin
     from .trainer import LowMemTrainer as LowMemTrainer
-    from .trainer import create_optimizer as create_optimizer
 
 __version__ = "0.1.0"
 _HOMES = {
@@ -34,7 +34,7 @@ _HOMES = {
     "LowMemTrainer": "trainer",
     "Plan": "plan",
     "attach": "attachment",
-    "create_optimizer": "trainer",
+    "create_optimizer": "factory",
     "detach": "attachment",
     "load": "loading",
 }

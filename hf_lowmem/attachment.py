@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .block import Block
 from .config import LowMemConfig
+from .layer import gradient_dtype
 from .link import CudaLink, HostLink
 from .loss import use_stock_loss
 from .memory import ram_bytes, use_expandable_segments
@@ -65,9 +66,28 @@ def attach(model: nn.Module, config: LowMemConfig, device: torch.device | str | 
             f"{type(model).__name__}, or a model within it or around it, is attached already: call detach(model) "
             "before it is attached anew"
         )
+    widen_gradients(model, config)
     blocks = streamed_blocks(model, share)
     check_room(model, blocks, config, where)
     return hang(model, blocks, where, config.debug)
+
+
+def widen_gradients(model: nn.Module, config: LowMemConfig) -> None:
+    """Has gradients of 16-bit weights made and added in fp32, if that is wanted; before blocks are laid out.
+
+    Raises: ValueError where this torch cannot, or there are gradients already.
+    """
+    if config.gradient_dtype != "fp32":
+        return
+    for name, p in model.named_parameters():
+        if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16) and gradient_dtype(p) is not torch.float32:
+            if not hasattr(p, "grad_dtype") or p.grad is not None:
+                why = f"{name} has a gradient already" if p.grad is not None else f"torch {torch.__version__} has none"
+                raise ValueError(
+                    f'gradient_dtype="fp32" gives gradients another dtype than their weights, and {why}: leave it out'
+                    f"{', or call model.zero_grad() first' if p.grad is not None else ', or install a newer torch'}"
+                )
+            p.grad_dtype = torch.float32
 
 
 def share_of(config: LowMemConfig, device: torch.device) -> Fraction:
@@ -113,6 +133,9 @@ def detach(model: nn.Module) -> None:
             'offload="none"'
         )
     streamer.remove()
+    for p in model.parameters():
+        if p.grad is None and gradient_dtype(p) is not p.dtype:
+            p.grad_dtype = p.dtype
     for module in {*model.modules(), *(m for block in streamer.blocks for m in block.module.modules())}:
         if isinstance(vars(module).get("_apply"), functools.partial):
             del module._apply

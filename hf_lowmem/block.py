@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .layer import Layer
+from .layer import Layer, gradient_dtype
 from .link import Slot
 from .shelf import Shelf
 
@@ -64,7 +64,8 @@ class Block:
     def __post_init__(self) -> None:
         self.layer = Layer.of([(name, p.data) for name, p in self.params])
         self.trained = tuple(p for _, p in self.params if p.requires_grad)
-        gradients = [(str(i), p.data) for i, p in enumerate(self.trained)]
+        shapes = [torch.empty(p.shape, dtype=gradient_dtype(p), device="meta") for p in self.trained]
+        gradients = [(str(i), shape) for i, shape in enumerate(shapes)]
         self.gradient_layer = Layer.of(gradients) if gradients else None
 
 

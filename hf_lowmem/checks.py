@@ -14,6 +14,7 @@ from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from .config import LowMemConfig
+from .layer import gradient_dtype
 from .overlap import unwrapped
 
 
@@ -31,6 +32,29 @@ def check_model(model: nn.Module) -> None:
             raise ValueError(
                 f"{name}.{path} is an {type(module).__name__} with sparse=True: its sparse gradients have no place in "
                 f"low-bit states. Set {path}.sparse = False, or freeze its weight"
+            )
+
+
+def check_gradients(model: Any, config: LowMemConfig, stays: bool) -> None:
+    """Raises: ValueError where gradients that are wanted in fp32 are not, or cannot be.
+
+    Args:
+        model: about to be trained.
+        stays: whether parameters on a GPU are updated there.
+    """
+    if config.gradient_dtype != "fp32":
+        return
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.dtype is not torch.float32]
+    for name, p in trained:
+        if gradient_dtype(p) is not torch.float32:
+            raise ValueError(
+                f'gradient_dtype="fp32" came after {name} had been attached with gradients in {p.dtype}: give it to '
+                "attach or load too, or call detach(model) first"
+            )
+        if p.device.type == "cuda" and not stays:
+            raise ValueError(
+                f'gradient_dtype="fp32" is for parameters that are updated where they are, and {name}, on {p.device}, '
+                'is updated in RAM: write offload="auto" or "0" (which need Triton), or leave gradient_dtype out'
             )
 
 

@@ -103,6 +103,8 @@ class LowMemConfig:
             the machine has.
         offload_activations: whether the inputs of the blocks, which gradient checkpointing keeps for backward, wait in
             host memory. None: only where ``offload="auto"`` finds no room for them.
+        gradient_dtype: ``"model"``: gradients have the weights' dtype, as torch has it. ``"fp32"``: four bytes a
+            parameter, in which those of several micro-batches are added without rounding them to 16 bits.
         micro_batch_size: samples of a batch that a checkpointed block computes at a time, while its weights are on the
             device. None: all. Instead of ``gradient_accumulation_steps``, where blocks are streamed.
         debug: fill the device's memory of a block with NaN when it has been used, so that whoever reads it too late
@@ -147,6 +149,9 @@ class LowMemConfig:
     offload_activations: bool | None = field(
         default=None, metadata={"help": "Keep checkpointed block inputs in RAM; default: where auto finds no room."}
     )
+    gradient_dtype: str = field(
+        default="model", metadata={"help": "In which gradients are accumulated: model (that of the weights) or fp32."}
+    )
     micro_batch_size: int | None = field(
         default=None, metadata={"help": "Samples that a block computes at a time; default: all of a batch."}
     )
@@ -163,6 +168,11 @@ class LowMemConfig:
         if self.seed is not None:
             self._check_integer("seed", 0, 2**63 - 1, "leave it out for that of TrainingArguments")
         self._check_integer("max_skipped_steps", 1, None, "1 ends the training at the first skipped step")
+        if self.gradient_dtype not in ("model", "fp32"):
+            raise ValueError(
+                f'gradient_dtype={self.gradient_dtype!r} is none that gradients are accumulated in: write "fp32", or '
+                "leave it out for that of the weights"
+            )
         if self.micro_batch_size is not None:
             self._check_integer("micro_batch_size", 1, None, "leave it out for whole batches")
         parse_bytes(self.staging_memory, "staging_memory")
@@ -334,7 +344,7 @@ def _value(key: str, value: Any) -> Any:
         raise ValueError(f"optim_args sets {key}, which is a flag of TrainingArguments: write {flag} there instead")
     if key not in _fields():
         raise ValueError(f"optim_args has the unknown key {key!r}{_meant(key)}: the keys are {_listed()}")
-    if not isinstance(value, str) or key in ("staging_memory", "offload"):
+    if not isinstance(value, str) or key in ("staging_memory", "offload", "gradient_dtype"):
         return value
     optional = ("threads", "seed", "gpu_memory", "cpu_memory", "offload_activations", "micro_batch_size")
     if key in optional and value.lower() == "none":

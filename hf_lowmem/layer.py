@@ -38,6 +38,12 @@ class Spec:
         return slab[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
 
+def gradient_dtype(p: Tensor) -> torch.dtype:
+    """The dtype that torch will give a parameter's gradient: its ``grad_dtype``, where torch knows that."""
+    dtype: torch.dtype | None = getattr(p, "grad_dtype", None)
+    return dtype or p.dtype
+
+
 @dataclass(frozen=True)
 class Layer:
     """What moves together: one contiguous slab of whole pages.

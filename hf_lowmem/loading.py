@@ -25,7 +25,7 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .attachment import check_room, device_or_default, hang, share_of, streamed_blocks
+from .attachment import check_room, device_or_default, hang, share_of, streamed_blocks, widen_gradients
 from .block import Block
 from .config import LowMemConfig
 from .layer import Layer
@@ -129,6 +129,7 @@ class Filling(QuantizationConfigMixin):
 
     def begin(self, model: nn.Module) -> None:
         """Lays out the slabs of a model on the meta device."""
+        widen_gradients(model, self.config)
         self._blocks = streamed_blocks(model, self.config.offload_share)
         check_room(model, self._blocks, self.config, self.device)
         layers = [b.layer for b in self._blocks]
@@ -197,6 +198,7 @@ class Filling(QuantizationConfigMixin):
 
         Then all blocks move to slabs that fit, one after another.
         """
+        widen_gradients(model, self.config)  # its parameters may be others now
         blocks = streamed_blocks(model, self.config.offload_share)
         fits = [_places_in(b) for b in blocks] == [_places_in(b) for b in self._blocks]
         shelf = self._shelf if fits else None

@@ -312,7 +312,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         for p, group, name in self._named():
             if p.grad is None:
                 continue
-            check_gradient(p, name)
+            check_gradient(p, name, self._stays(p, group))
             if p.numel():
                 work.append((p, group, name))
         return work

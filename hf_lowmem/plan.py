@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import codec
+from .layer import gradient_dtype
 
 
 class DoesNotFit(MemoryError):
@@ -67,7 +68,8 @@ def footprint(params: Iterable[Tensor], widths: Widths) -> Footprint:
             total += Footprint(weights=p.nbytes)
             continue
         beside = {24: 1, 32: 4}.get(master or 0, 0) if p.dtype is not torch.float32 else 0
-        total += Footprint(p.nbytes, beside * p.numel(), state_bytes(p.numel(), bits), p.nbytes)
+        gradient = gradient_dtype(p).itemsize * p.numel()
+        total += Footprint(p.nbytes, beside * p.numel(), state_bytes(p.numel(), bits), gradient)
     return total
 
 

@@ -138,7 +138,7 @@ def _add_handlers(trainer_optimizer: ModuleType) -> None:
 
 def _handler(ctx: Any) -> tuple[Any, dict[str, Any]]:
     """Of the Trainer's table: an ``OptimizerContext`` to the optimizer's class and its arguments."""
-    from .trainer import stock_optimizer
+    from .factory import stock_optimizer
 
     cls, kwargs = stock_optimizer(ctx.args, ctx.model)
     return cls, {**kwargs, **ctx.optimizer_kwargs, **ctx.adam_kwargs}
@@ -165,7 +165,7 @@ def _wrap_class_and_kwargs(cls: Any) -> None:
     @functools.wraps(stock)
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
         if args.optim in OPTIM_BITS:
-            from .trainer import stock_optimizer
+            from .factory import stock_optimizer
 
             return stock_optimizer(args, model)
         return stock(args, model)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .home import Mark, mark
 from .kernels.adam import AdamTensor, adam_step, state_tensor
+from .layer import gradient_dtype
 from .state import State, new_state
 
 Work = tuple[Tensor, Mapping[str, Any], State, int | None]
@@ -97,13 +98,15 @@ class ResidentUpdates:
         return sum(int(skipped) for skipped in self._skipped.values())
 
 
-Kind = tuple[torch.dtype, int, bool]  # of a parameter: its dtype, the bits of a moment, whether it has a 24-bit master
+# Of a parameter: its dtype, the bits of a moment, whether it has a 24-bit master, the dtype of its gradient.
+Kind = tuple[torch.dtype, int, bool, torch.dtype]
 PROBE = 2 * 1024 + 300  # values of a parameter that is tried: whole tiles, and a rest
 
 
 def kinds_of(widths: Mapping[Tensor, tuple[int, int | None]]) -> frozenset[Kind]:
     """The kinds among parameters, by the bits of a moment and of the master of each, that the device can update."""
-    return frozenset((p.dtype, bits, master == 24) for p, (bits, master) in widths.items() if master != 32)
+    known = ((p, bits, master) for p, (bits, master) in widths.items() if master != 32)
+    return frozenset((p.dtype, bits, master == 24, gradient_dtype(p)) for p, bits, master in known)
 
 
 def why_not(device: torch.device, kinds: frozenset[Kind]) -> str | None:
@@ -130,16 +133,16 @@ def _goes_wrong(device: torch.device, kind: Kind) -> str | None:
     same = all(torch.equal(one.cpu(), other) for one, other in pairs if one is not None)
     if same and all(one == other for one, other in counts):
         return None
-    dtype, bits, _ = kind
+    dtype, bits, *_ = kind
     return f"it computes other bits than it should for {dtype} with {bits}-bit states: please report this"
 
 
 def _probe(kind: Kind, device: torch.device) -> AdamTensor:
     """A parameter with gradients of all sizes, one of which is none."""
-    dtype, bits, extended = kind
+    dtype, bits, extended, grad_dtype = kind
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(PROBE, generator=generator).to(dtype)
-    grad = (torch.randn(PROBE, generator=generator) * torch.logspace(-12, 2, PROBE)).to(dtype)
+    grad = (torch.randn(PROBE, generator=generator) * torch.logspace(-12, 2, PROBE)).to(grad_dtype)
     grad[700] = float("inf")
     state = new_state(PROBE, bits, 0)
     if extended:

@@ -125,8 +125,12 @@ def check_group(group: Mapping[str, Any]) -> None:
             raise TypeError(f"{name}, shape {tuple(p.shape)}, is {p.dtype}; float32, bfloat16 and float16 are taken.")
 
 
-def check_gradient(p: Tensor, name: str) -> None:
-    """Raises: TypeError for a gradient that no step can be done with."""
+def check_gradient(p: Tensor, name: str, stays: bool = False) -> None:
+    """Raises: TypeError for a gradient that no step can be done with.
+
+    Args:
+        stays: whether the parameter is updated on its device.
+    """
     assert p.grad is not None
     if p.grad.layout is not torch.strided:
         raise TypeError(
@@ -137,7 +141,7 @@ def check_gradient(p: Tensor, name: str) -> None:
         raise TypeError(f"the gradient of {name} is {p.grad.dtype}; float32, bfloat16 and float16 are taken.")
     if p.device.type not in ("cpu", "cuda"):
         raise TypeError(f"{name} is on {p.device}; parameters may be on the CPU or on a CUDA GPU.")
-    if p.device.type == "cuda" and (p.grad.dtype is not p.dtype or p.grad.device != p.device):
+    if p.device.type == "cuda" and ((p.grad.dtype is not p.dtype and not stays) or p.grad.device != p.device):
         raise TypeError(
             f"{name} is {p.dtype} on {p.device} and its gradient {p.grad.dtype} on {p.grad.device}; on a GPU "
             "both must be of one dtype and on one device."

@@ -1,4 +1,4 @@
-"""The doors of transformers and Accelerate: ``LowMemTrainer``, ``LowMemMixin`` and ``create_optimizer``.
+"""The doors of transformers: ``LowMemTrainer`` and ``LowMemMixin``.
 
 The mixin goes in front of any Trainer (``class MySFT(LowMemMixin, SFTTrainer)``) and changes three things: which
 optimizer is made; that clipping never touches the gradients (the exact global norm is taken, and the factor rides into
@@ -8,7 +8,6 @@ last for the stock Trainer too, see ``registration.py``.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
@@ -23,13 +22,14 @@ from transformers.training_args import TrainingArguments
 
 from .activations import InputOffload
 from .again import Again, fresh, largest
-from .attachment import attach, device_or_default, find_blocks, share_of, streamed_blocks, streamer_of
+from .attachment import attach, find_blocks, share_of, streamed_blocks, streamer_of, widen_gradients
 from .checkpointing import any_checkpointed
-from .checks import check_model, prepare_training
-from .config import DEFAULT_OPTIM, OPTIM_BITS, LowMemConfig, merge
+from .checks import check_gradients, check_model, prepare_training
+from .config import LowMemConfig, merge
+from .factory import adam_settings, our_name, state_settings
 from .loss import use_chunked_loss
 from .memory import ram_bytes
-from .optim import LowBitAdamW, param_bits
+from .optim import LowBitAdamW
 from .overlap import (
     NormAhead,
     SettleCallback,
@@ -52,117 +52,6 @@ else:
     _TrainerBase = object  # the mixin's own next class is whatever Trainer it is put in front of
 
 
-# -- making the optimizer ---------------------------------------------------------------------------------------
-def create_optimizer(
-    model: nn.Module, args_or_config: TrainingArguments | LowMemConfig, **overrides: Any
-) -> LowBitAdamW:
-    """The optimizer that ``LowMemTrainer`` would make, for a training loop of one's own (Accelerate's, say).
-
-    Norms and biases get no weight decay, as with the stock Trainer. A step with a NaN or infinite gradient is skipped
-    and counted in ``skipped_steps``.
-
-    Args:
-        model: the model to train; its parameters with ``requires_grad``.
-        args_or_config: ``TrainingArguments`` (learning_rate, adam_beta1, adam_beta2, adam_epsilon, weight_decay, optim
-            and optim_args are read; where optim is left at its default the states have 4 bits), or a ``LowMemConfig``.
-        overrides: ``lr``, ``betas``, ``eps``, ``weight_decay``. With a ``LowMemConfig`` the defaults are
-            torch.optim.AdamW's.
-
-    Raises:
-        TypeError: another override, or neither of the two kinds of settings.
-        ValueError: a setting is refused, nothing is trainable, an embedding has sparse gradients, or ``offload`` is set
-            and the model is not attached.
-    """
-    unknown = overrides.keys() - {"lr", "betas", "eps", "weight_decay"}
-    if unknown:
-        raise TypeError(
-            f"create_optimizer has no argument {', '.join(sorted(unknown))}: it takes lr, betas, eps and weight_decay; "
-            "the rest are fields of LowMemConfig"
-        )
-    if isinstance(args_or_config, LowMemConfig):
-        config = args_or_config
-        adam: dict[str, Any] = {"weight_decay": 0.01}
-    elif isinstance(args_or_config, TrainingArguments):
-        config = merge(None, _our_name(args_or_config), args_or_config.optim_args)
-        adam = {**_adam_settings(args_or_config), "weight_decay": args_or_config.weight_decay}
-    else:
-        raise TypeError(
-            f"create_optimizer takes TrainingArguments or a LowMemConfig, not {type(args_or_config).__name__}"
-        )
-    check_model(model)
-    _check_offload(config, model)
-    adam.update(overrides)
-    decay = adam.pop("weight_decay")
-    args = args_or_config if isinstance(args_or_config, TrainingArguments) else None
-    return LowBitAdamW(_decay_groups(model, decay), **adam, **_state_settings(config, model, args))
-
-
-def stock_optimizer(args: TrainingArguments, model: nn.Module | None) -> tuple[type[LowBitAdamW], dict[str, Any]]:
-    """What the stock Trainer's ``get_optimizer_cls_and_kwargs`` returns for one of our names.
-
-    Without a model no parameter gets a width of its own: only tensors under 4,096 values keep 32 bits.
-    """
-    config = LowMemConfig.from_optim_args(args.optim, args.optim_args)
-    _check_offload(config, model)
-    return LowBitAdamW, {**_adam_settings(args), **_state_settings(config, model, args)}
-
-
-def _check_offload(config: LowMemConfig, model: nn.Module | None) -> None:
-    """Raises: ValueError where blocks are to be streamed and nobody has seen to it."""
-    streams = share_of(config, device_or_default(None)) > 0
-    if streams and (model is None or streamer_of(model) is None):
-        raise ValueError(
-            f'offload="{config.offload}" streams a model\'s blocks, which the stock Trainer and the optimizer alone do '
-            "not do: use LowMemTrainer (or class MyTrainer(LowMemMixin, ...)), or call attach(model, config) before "
-            "the model is moved to the GPU"
-        )
-
-
-def _adam_settings(args: TrainingArguments) -> dict[str, Any]:
-    return {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-
-
-def _state_settings(
-    config: LowMemConfig, model: nn.Module | None, args: TrainingArguments | None = None
-) -> dict[str, Any]:
-    seed = config.seed if config.seed is not None else args.seed if args is not None else 0
-    return {
-        "state_bits": config.state_bits,
-        "master_bits": config.master_bits,
-        "param_bits": None if model is None else param_bits(model, config.state_bits),
-        "threads": config.threads,
-        "seed": seed,
-        "staging_bytes": config.staging_bytes,
-        "check_finite": True,
-        "max_skipped_steps": config.max_skipped_steps,
-    }
-
-
-def _decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """The two parameter groups of the stock Trainer: its rule is asked, not copied."""
-    decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]  # uses nothing of self
-    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return [
-        {"params": [p for name, p in trainable if name in decayed], "weight_decay": weight_decay},
-        {"params": [p for name, p in trainable if name not in decayed], "weight_decay": 0.0},
-    ]
-
-
-def _our_name(args: TrainingArguments) -> str | None:
-    """The optim name if it is one of ours, None if it was left at its default."""
-    name = str(getattr(args.optim, "value", args.optim))
-    if name in OPTIM_BITS:
-        return name
-    default = next(f.default for f in dataclasses.fields(args) if f.name == "optim")
-    if args.optim == default:
-        return None
-    raise ValueError(
-        f'optim="{name}" is another optimizer than the one that LowMemTrainer and create_optimizer make: write '
-        f'optim="{DEFAULT_OPTIM}" or leave optim out, or train with transformers.Trainer'
-    )
-
-
-# -- the Trainer ------------------------------------------------------------------------------------------------
 class LowMemMixin(_TrainerBase):
     """Any Trainer of transformers or TRL, with ``LowBitAdamW``.
 
@@ -192,7 +81,7 @@ class LowMemMixin(_TrainerBase):
         if training_args is None:
             self.lowmem = merge(lowmem, None, None)
         else:
-            self.lowmem = merge(lowmem, _our_name(training_args), training_args.optim_args)
+            self.lowmem = merge(lowmem, our_name(training_args), training_args.optim_args)
             if self.lowmem.offload_share and training_args.torch_compile:
                 raise ValueError(
                     f'offload="{self.lowmem.offload}" moves weights under a compiled model, which torch.compile cannot '
@@ -351,6 +240,8 @@ class LowMemMixin(_TrainerBase):
                 f'offload="{self.lowmem.offload}" is not how {type(model).__name__} is attached, with '
                 f'{len(streamer.blocks)} streamed blocks: call detach(model) first, or leave it so with offload="none"'
             )
+        elif streamer is None:
+            widen_gradients(model, self.lowmem)
         all_stay = self.lowmem.offload != "none" and torch.device(device).type == "cuda"  # offload="0"
         if streamer_of(model) is not None or all_stay:  # attached here, by load, or by the user
             use_chunked_loss(model)
@@ -371,19 +262,23 @@ class LowMemMixin(_TrainerBase):
         if self.optimizer is None:
             target: Any = self.model if model is None else model
             check_model(target)
-            kwargs = {**_adam_settings(self.args), **_state_settings(self.lowmem, target, self.args)}
+            kwargs = {**adam_settings(self.args), **state_settings(self.lowmem, target, self.args)}
             self.optimizer_cls_and_kwargs = (LowBitAdamW, kwargs)
         optimizer = super().create_optimizer(model)
         target = self.model if model is None else model
         streamer = None if target is None else streamer_of(target)
         if streamer is not None and (self._placement is None or self._placement.streamer is not streamer):
-            self._place(target, streamer, unwrapped(optimizer))
-        elif streamer is None and self.lowmem.offload != "none":  # nothing is to be streamed
-            keep_on_device(unwrapped(optimizer))
+            stays = self._place(target, streamer, unwrapped(optimizer))
+        else:  # nothing is to be streamed
+            stays = streamer is not None or (self.lowmem.offload != "none" and keep_on_device(unwrapped(optimizer)))
+        check_gradients(target, self.lowmem, stays)
         return optimizer
 
-    def _place(self, model: nn.Module, streamer: Streamer, optimizer: LowBitAdamW) -> None:
-        """Lets the optimizer work block by block. Raises: DoesNotFit where no batch whatever could be trained."""
+    def _place(self, model: nn.Module, streamer: Streamer, optimizer: LowBitAdamW) -> bool:
+        """Lets the optimizer work block by block. Raises: DoesNotFit where no batch whatever could be trained.
+
+        Returns: whether what is on the GPU is updated there.
+        """
         on_device = overlap(streamer, optimizer)
         if self._inputs is not None:
             self._inputs.remove()
@@ -425,6 +320,7 @@ class LowMemMixin(_TrainerBase):
             )
 
         self._hook_steps(optimizer)
+        return on_device
 
     def _hook_steps(self, optimizer: LowBitAdamW) -> None:
         """Blocks move at the last moment before a step, for callbacks may write weights until then; the next forward

@@ -103,7 +103,7 @@ def test_optim_args():
         (
             "cpu_adam4bit",
             "zebra=2",
-            "unknown key 'zebra': the keys are cpu_memory, debug, gpu_memory, master_bits, max_skipped_steps, micro",
+            "unknown key 'zebra': the keys are cpu_memory, debug, gpu_memory, gradient_dtype, master_bits",
         ),
         ("cpu_adam4bit", "seed", "'seed', which is not key=value"),
         ("cpu_adam4bit", "seed=", "'seed=', which is not key=value"),

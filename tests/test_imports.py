@@ -18,7 +18,7 @@ LONGEST = 500  # lines: what is read at one sitting
 
 # Each module and the modules of ours that it may import, at any depth of its code. Imports run one way only.
 MAY_IMPORT = {
-    "__init__": {"attachment", "registration", "config", "loading", "optim", "plan", "trainer"},
+    "__init__": {"attachment", "factory", "registration", "config", "loading", "optim", "plan", "trainer"},
     "config": set(),
     "codec": set(),
     "memory": set(),
@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "loss": {"head"},
     "deferred": {"kernels.adam", "late", "layer", "link", "memory", "state"},
     "home": {"codec", "memory", "staging", "state"},
-    "resident": {"home", "kernels.adam", "kernels.triton_adam", "state"},
+    "resident": {"home", "kernels.adam", "kernels.triton_adam", "layer", "state"},
     "rules": set(),
     "staging": {"codec", "kernels.adam", "kernels.native", "memory"},
     "optim": {
@@ -57,13 +57,14 @@ MAY_IMPORT = {
     "link": set(),
     "block": {"layer", "link", "shelf"},
     "stream": {"block", "link", "shelf"},
-    "attachment": {"block", "config", "link", "loss", "memory", "plan", "scaler", "shelf", "stream"},
+    "attachment": {"block", "config", "layer", "link", "loss", "memory", "plan", "scaler", "shelf", "stream"},
     "loading": {"attachment", "block", "config", "layer", "memory", "shelf", "stream"},
-    "plan": {"codec"},
+    "plan": {"codec", "layer"},
     "placement": {"block", "memory", "optim", "plan", "stream"},
     "overlap": {"optim", "resident", "stream"},
-    "checks": {"config", "overlap"},
-    "registration": {"checks", "config", "trainer"},
+    "checks": {"config", "layer", "overlap"},
+    "registration": {"checks", "config", "factory", "trainer"},
+    "factory": {"attachment", "checks", "config", "optim"},
     "trainer": {
         "activations",
         "again",
@@ -71,6 +72,7 @@ MAY_IMPORT = {
         "checkpointing",
         "checks",
         "config",
+        "factory",
         "loss",
         "memory",
         "optim",
@@ -91,6 +93,7 @@ MAY_IMPORT = {
 DOORS = {
     "attachment",
     "checks",
+    "factory",
     "overlap",
     "loss",
     "loading",

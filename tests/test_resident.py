@@ -117,7 +117,8 @@ def test_a_weight_that_was_written_has_lost_its_master(through_data) -> None:
     [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True), (torch.float32, False)],
 )
 def test_a_device_is_tried_before_it_is_used(dtype, extended, bits) -> None:
-    assert why_not(torch.device(DEVICE), frozenset([(dtype, bits, extended)])) is None
+    for grad_dtype in {dtype, torch.float32}:
+        assert why_not(torch.device(DEVICE), frozenset([(dtype, bits, extended, grad_dtype)])) is None
 
 
 def test_a_kernel_that_computes_other_bits_is_not_used(monkeypatch) -> None:
@@ -132,7 +133,7 @@ def test_a_kernel_that_computes_other_bits_is_not_used(monkeypatch) -> None:
 
     monkeypatch.setattr(triton_adam, "adam_step", wrong)
     _goes_wrong.cache_clear()
-    kinds = frozenset([(torch.bfloat16, 4, True)])
+    kinds = frozenset([(torch.bfloat16, 4, True, torch.bfloat16)])
     assert "it computes other bits than it should" in why_not(torch.device(DEVICE), kinds)
     monkeypatch.setattr(triton_adam, "adam_step", lambda tensors: 1 / 0)
     _goes_wrong.cache_clear()
@@ -143,7 +144,10 @@ def test_a_kernel_that_computes_other_bits_is_not_used(monkeypatch) -> None:
 def test_kinds() -> None:
     params = [nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32, torch.float16)]
     widths = dict(zip(params, [(4, 24), (32, None), (8, 32)], strict=True))
-    assert kinds_of(widths) == {(torch.bfloat16, 4, True), (torch.float32, 32, False)}
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert kinds_of(widths) == {(bf16, 4, True, bf16), (fp32, 32, False, fp32)}
+    params[0].grad_dtype = fp32
+    assert kinds_of(widths) == {(bf16, 4, True, fp32), (fp32, 32, False, fp32)}
 
 
 def test_blocks_left_alone_are_counted() -> None:
