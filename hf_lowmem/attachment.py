@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .block import Block
+from .checkpointing import take_all_out
 from .config import LowMemConfig
 from .layer import gradient_dtype
 from .link import CudaLink, HostLink
@@ -140,6 +141,8 @@ def detach(model: nn.Module) -> None:
         if isinstance(vars(module).get("_apply"), functools.partial):
             del module._apply
         vars(module).pop(_STREAMER, None)
+    for module in model.modules():
+        take_all_out(module)
     use_stock_loss(model)
 
 

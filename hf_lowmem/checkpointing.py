@@ -78,6 +78,12 @@ def put_outermost(module: nn.Module, make: Callable[[Callable[..., Any]], InPlac
     setattr(module, FUNCTION, make(getattr(module, FUNCTION)))
 
 
+def take_all_out(module: nn.Module) -> None:
+    """Puts a block's own function back."""
+    if any(standing(module)):
+        setattr(module, FUNCTION, own_function(module))
+
+
 def take_out(module: nn.Module, one: InPlace) -> None:
     """Takes one of those that stand there out, if it is there."""
     outer: InPlace | None = None

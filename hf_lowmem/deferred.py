@@ -6,7 +6,6 @@ memory each of them can ask for, and what a GPU copies comes on top of that.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -204,7 +203,7 @@ class Deferred:
         self._queue: dict[int, tuple[Job, Luggage | None, int]] = {}  # with the number of values
         self._taken: dict[int, Job] = {}
         self._seconds = 0.0  # that the CPU takes for a value, lately
-        self._ended, self._lock = 0.0, threading.Lock()  # when the latest job was over
+        self._ended = 0.0  # when the latest job was over
 
     def set_groups(self, groups: Iterable[Iterable[Tensor]], travels: int) -> None:
         """Replaces the groups, once earlier updates are done."""
@@ -262,11 +261,10 @@ class Deferred:
         def timed(ending: Callable[[], None]) -> None:
             start = time.perf_counter()
             job(0, ending)
-            with self._lock:  # what began before another's end had only the cores that that one left
-                end = time.perf_counter()
-                seconds = (end - max(start, self._ended)) / max(values, 1)
-                self._seconds = seconds if self._seconds == 0 else 0.8 * self._seconds + 0.2 * seconds
-                self._ended = end
+            end = time.perf_counter()  # what began before another's end had only the cores that that one left
+            seconds = (end - max(start, self._ended)) / max(values, 1)
+            self._seconds = seconds if self._seconds == 0 else 0.8 * self._seconds + 0.2 * seconds
+            self._ended = end
 
         self._late.add(number, timed)
         self._queue[number] = job, luggage, values
@@ -313,10 +311,8 @@ class Deferred:
         if number is None:
             self._queue.clear()
         else:
-            job, luggage, _ = self._queue.pop(number, (None, None, 0))
-            if job is not None and luggage is not None and self._late.take(number):
-                job(0, None)  # it may be the last one in the queue
-                return
+            self._queue.pop(number, None)
+            self._late.hurry(number)  # it may be the last one
         self._late.wait(number)
 
     def done(self, number: int) -> bool:

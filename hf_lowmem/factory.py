@@ -78,6 +78,17 @@ def _check_offload(config: LowMemConfig, model: nn.Module | None) -> None:
             "not do: use LowMemTrainer (or class MyTrainer(LowMemMixin, ...)), or call attach(model, config) before "
             "the model is moved to the GPU"
         )
+    ours = {
+        "micro_batch_size": config.micro_batch_size is not None,
+        "offload_activations": bool(config.offload_activations),
+        "gradient_dtype": config.gradient_dtype != "model" and (model is None or streamer_of(model) is None),
+    }
+    wanted = ", ".join(name for name, is_set in ours.items() if is_set)
+    if wanted:
+        raise ValueError(
+            f"{wanted} changes what happens in a training step, which the stock Trainer and the optimizer alone do not "
+            "do: use LowMemTrainer (or class MyTrainer(LowMemMixin, ...)), or leave it out"
+        )
 
 
 def adam_settings(args: TrainingArguments) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 Job = Callable[[Callable[[], None]], object]
 
@@ -24,6 +25,19 @@ class _Elsewhere:
         return None
 
 
+@dataclass(eq=False)
+class _Waiting:
+    """A job that has not begun, as far as is known: Ctrl-C may strike where it has just been given to a thread.
+
+    Args:
+        claimed: whether somebody is doing it, or has taken it away.
+    """
+
+    job: Job
+    future: Future[None] = field(default_factory=Future)
+    claimed: bool = False
+
+
 class LateUpdates:
     """Jobs by number, begun one after another in the order in which they were given.
 
@@ -37,32 +51,42 @@ class LateUpdates:
         self._threads: ThreadPoolExecutor | None = None
         self._jobs: dict[int, Future[None] | _Elsewhere] = {}
         self._lock = threading.Lock()
-        self._waiting: dict[int, tuple[Job, Future[None]]] = {}
+        self._waiting: dict[int, _Waiting] = {}
         self._busy = False  # a job has begun, and has not begun to end
         _all.add(self)
 
     def add(self, number: int, job: Job) -> None:
         """Adds a job behind the others, once an earlier one with its number is done. Raises: what that has raised."""
         self.wait(number)
-        future: Future[None] = Future()
+        waiting = _Waiting(job)
         with self._lock:
-            self._jobs[number] = future
-            self._waiting[number] = job, future
+            self._jobs[number] = waiting.future
+            self._waiting[number] = waiting
             self._begin_next()
 
     def _begin_next(self) -> None:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(2, thread_name_prefix="hf_lowmem_late")  # one ends, one begins
         while self._waiting and not self._busy:
-            job, future = self._waiting.pop(next(iter(self._waiting)))
+            number = next(iter(self._waiting))
+            waiting = self._waiting[number]
             try:
-                self._threads.submit(self._do, job, future)
                 self._busy = True
+                self._threads.submit(self._do, waiting)
             except RuntimeError as error:  # the interpreter is going
-                future.set_exception(error)
+                self._busy = False
+                waiting.future.set_exception(error)
+            except BaseException:  # Ctrl-C: whoever waits for it begins it
+                self._busy = False
+                raise
+            del self._waiting[number]
 
-    def _do(self, job: Job, future: Future[None]) -> None:
-        mine = True
+    def _claim(self, waiting: _Waiting) -> bool:
+        claimed, waiting.claimed = waiting.claimed, True
+        return not claimed
+
+    def _do(self, waiting: _Waiting) -> None:
+        mine, future = True, waiting.future
 
         def ending() -> None:
             nonlocal mine
@@ -71,8 +95,13 @@ class LateUpdates:
                     mine = self._busy = False
                     self._begin_next()
 
+        with self._lock:
+            claimed = self._claim(waiting)
+        if not claimed:
+            ending()
+            return
         try:
-            job(ending)
+            waiting.job(ending)
         except BaseException as error:
             ending()
             future.set_exception(error)
@@ -96,10 +125,17 @@ class LateUpdates:
     def take(self, number: int) -> bool:
         """Takes a job away that has not begun. Returns whether there was one; it will not be done here then."""
         with self._lock:
-            if self._waiting.pop(number, None) is None:
+            waiting = self._waiting.pop(number, None)
+            if waiting is None or not self._claim(waiting):
                 return False
             del self._jobs[number]
             return True
+
+    def hurry(self, number: int) -> None:
+        """Puts a job that is waiting before the others."""
+        with self._lock:
+            if number in self._waiting:
+                self._waiting = {number: self._waiting[number], **self._waiting}
 
     def done_elsewhere(self, number: int, wait: Callable[[], None], query: Callable[[], bool]) -> None:
         """Says how to wait for a job that was taken, and how to ask whether it is done."""
@@ -107,6 +143,8 @@ class LateUpdates:
 
     def wait(self, number: int | None = None) -> None:
         """Returns when the job with this number, or every one, is done. Raises: what the job has raised, once."""
+        with self._lock:
+            self._begin_next()
         numbers = list(self._jobs) if number is None else [number]
         failed: BaseException | None = None
         for n in numbers:

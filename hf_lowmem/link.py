@@ -115,7 +115,6 @@ class CudaLink:
         self._held: set[Slot] = set()  # fetched, and not released
         self._most = 0  # bytes of these at a time
         self._released: deque[tuple[Slot, list[torch.cuda.Event]]] = deque()  # with their memory, the first one first
-        self._freed: list[torch.cuda.Event] = []  # of slots without memory, which the down stream has not waited for
         self._paces: deque[float] = deque(maxlen=RECENT)  # seconds a byte of copies down
         self._coming: deque[tuple[torch.cuda.Event | None, torch.cuda.Event, int]] = deque()  # copies down, their bytes
         self._sent: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
@@ -124,7 +123,6 @@ class CudaLink:
     def fetch(self, slot: Slot, home: Tensor) -> torch.cuda.Event:
         """Starts a copy down, after all that has been released so far. Returns what ``use`` takes."""
         self._make_room(slot)
-        self._wait_for_freed()
         with torch.cuda.stream(self._down):
             slot.fill()
             self._held.add(slot)
@@ -180,7 +178,6 @@ class CudaLink:
         """Takes the memory of the device that is needed for parts of so many bytes."""
         if all(bag.nbytes >= nbytes for bag in self._bags):
             return
-        self._wait_for_freed()
         with torch.cuda.stream(self._down):
             for bag in self._bags:
                 if bag.sent is not None and bag.nbytes < nbytes:  # its memory is given back, in this stream's order
@@ -248,12 +245,6 @@ class CudaLink:
             if start is not None:
                 self._paces.append(start.elapsed_time(end) / 1e3 / size)
 
-    def _wait_for_freed(self) -> None:
-        """Before the down stream takes memory: it may be that of slots which others have only just used."""
-        for event in self._freed:
-            self._down.wait_event(event)
-        self._freed.clear()
-
     def _make_room(self, slot: Slot) -> None:
         """Gives back the memory of released slots, until there is as little as when most were held."""
         for i, (released, _) in enumerate(self._released):
@@ -269,7 +260,8 @@ class CudaLink:
     def _empty(self, number: int) -> None:
         slot, events = self._released[number]
         del self._released[number]
-        self._freed += events
+        for event in events:  # before the memory is free: the allocator may take it away when this stream is done
+            self._down.wait_event(event)
         with torch.cuda.stream(self._down):
             slot.empty()
 
@@ -278,9 +270,7 @@ class CudaLink:
         slot.sent = None
         self._held.discard(slot)
         self._released.append((slot, events))
-        if slot.debug:  # it is written, not only given back
-            for event in events:
-                self._down.wait_event(event)
+        if slot.debug:
             self._empty(len(self._released) - 1)
 
 

@@ -391,7 +391,7 @@ class Placement:
         peak = max(moment.peak for moment in self._moments) - self._resting
         more = peak * (size / max(1, self._size) - 1)
         over = self.plan.gpu + more - self.memory.limit
-        self._moments = [Moment(m.peak + int(more), m.ended, m.passing) for m in self._moments]
+        self._moments = [replace(m, peak=m.peak + int(more)) for m in self._moments]
         wanted = min(len(self._sizes), self.plan.streamed + max(0, -int(-over // self._cost)))
         moves = wanted > self.plan.streamed
         if moves:

@@ -11,6 +11,8 @@ accumulation sums them.
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -20,25 +22,23 @@ from torch.utils._pytree import tree_flatten
 
 from .checkpointing import InPlace, is_checkpointed, put_outermost, standing, take_out
 
-# Arguments of layers that have a row for each sample, or one row for all.
-BATCHED = frozenset(
-    {
-        "hidden_states",
-        "attention_mask",
-        "causal_mask",
-        "position_ids",
-        "position_embeddings",
-        "position_embeddings_global",
-        "position_embeddings_local",
-        "position_bias",
-        "per_layer_input",
-        "token_type_ids",
-        "alibi",
-        "encoder_hidden_states",
-        "encoder_attention_mask",
-        "encoder_decoder_position_bias",
-    }
-)
+# Arguments of layers that have a row for each sample, or one row for all, and the numbers of dimensions that say so:
+# others have a row for each head, token or expert, whose number may be that of the samples.
+BATCHED = {
+    "hidden_states": (3, 4),
+    "attention_mask": (2, 4),
+    "causal_mask": (4,),
+    "position_ids": (2,),
+    "position_embeddings": (3, 4),
+    "position_embeddings_global": (3, 4),
+    "position_embeddings_local": (3, 4),
+    "position_bias": (4,),
+    "per_layer_input": (3, 4),
+    "token_type_ids": (2,),
+    "encoder_hidden_states": (3,),
+    "encoder_attention_mask": (2, 4),
+    "encoder_decoder_position_bias": (4,),
+}
 SHARED = frozenset({"cache_position"})  # by all samples
 
 
@@ -112,10 +112,13 @@ class _Split(InPlace):
         keywords = dict(given.keywords)
         batch = next((x for x in args if isinstance(x, Tensor)), None)
         rows = self.split.rows
-        if batch is None or batch.dim() < 2 or len(batch) <= rows or not torch.is_grad_enabled():
+        if batch is None or batch.dim() < 3 or len(batch) <= rows or not torch.is_grad_enabled():
             return self.function(forward, *args, **options)
+        _refuse_captured()
         splitter = _Splitter(type(self.module).__name__, len(batch), rows)
-        splitter.check(args, keywords)
+        names = list(inspect.signature(self.module.forward).parameters)
+        others = [(name, x) for name, x in zip(names, args, strict=False) if x is not batch]
+        splitter.check({**dict(others), **keywords})
         whole = None if self.split.whole is None else self.split.whole(self.module)
         if whole is not None:
             args, keywords = whole.begin(args, keywords)
@@ -133,6 +136,19 @@ class _Split(InPlace):
         return out
 
 
+def _refuse_captured() -> None:
+    """Raises: ValueError where transformers notes what its layers compute, which it would do for each part."""
+    module = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(module, "_active_collector", None)
+    wanted = None if collector is None else collector.get()
+    if wanted:
+        names = ", ".join(f"output_{name}" for name in wanted if not name.startswith("_"))
+        raise ValueError(
+            f"micro_batch_size cuts a batch within its blocks, and {names} collects what these compute for whole ones: "
+            "leave one of the two out"
+        )
+
+
 class _Splitter:
     """Cuts a block's arguments into parts of so many samples, and joins what it returns for them.
 
@@ -146,16 +162,16 @@ class _Splitter:
         self._name, self._batch = name, batch
         self._sizes = [min(rows, batch - start) for start in range(0, batch, rows)]
 
-    def check(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+    def check(self, arguments: Mapping[str, Any]) -> None:
         """Raises: ValueError where it is not known how an argument is to be cut."""
-        named = [(f"number {i}", x, True) for i, x in enumerate(args)]
-        named += [(key, x, key in BATCHED) for key, x in keywords.items() if key not in SHARED]
-        for name, value, known in named:
+        for name, value in arguments.items():
+            if name in SHARED:
+                continue
             for x in tree_flatten(value)[0]:
                 scalar = isinstance(x, Tensor) and x.dim() == 0
                 plain = scalar or x is None or isinstance(x, bool | int | float | str | torch.dtype | torch.device)
-                rows = not plain and isinstance(x, Tensor) and len(x) in (1, self._batch)
-                if not plain and not (known and rows):
+                known = isinstance(x, Tensor) and x.dim() in BATCHED.get(name, ()) and len(x) in (1, self._batch)
+                if not plain and not known:
                     what = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
                     raise ValueError(
                         f"micro_batch_size cuts a batch of {self._batch} within its blocks, and the argument {name} of "
@@ -169,11 +185,12 @@ class _Splitter:
         if isinstance(x, Tensor) and x.dim() > 0 and len(x) == self._batch and key not in SHARED:
             return list(torch.split(x, self._sizes))
         if isinstance(x, dict):
-            parts = {key: self.split(value, key) for key, value in x.items()}
-            return [{key: part[i] for key, part in parts.items()} for i in range(count)]
+            values = {key: self.split(value, key) for key, value in x.items()}
+            return [{key: value[i] for key, value in values.items()} for i in range(count)]
         if isinstance(x, list | tuple):
             elements = [self.split(value, key) for value in x]
-            return [type(x)(element[i] for element in elements) for i in range(count)]
+            parts = [[element[i] for element in elements] for i in range(count)]
+            return [type(x)(*part) if hasattr(x, "_fields") else type(x)(part) for part in parts]
         return [x] * count
 
     def join(self, outs: Sequence[Any]) -> Any:

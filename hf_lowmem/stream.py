@@ -116,7 +116,8 @@ class Streamer:
             for p in block.trained:
                 if p.grad is not None and self._places[block].bound and block.backward:
                     p.grad = None
-            block.backward = False
+            block.backward = block.under_way = block.in_parts = False
+            block.to_come = 0
             self._release(block)
         self._ending = False
         self.link.finish()
@@ -193,7 +194,8 @@ class Streamer:
 
     def whole(self, module: nn.Module) -> _Whole | None:
         """For whoever has a block compute in parts within its forward. None where the block's hooks are around that."""
-        block = next((block for block in self.blocks if block.module is module), None)
+        blocks = self.blocks if self._handles else []  # none after `remove`
+        block = next((block for block in blocks if block.module is module), None)
         return None if block is None or block.under_way else _Whole(self, block)
 
     @property
@@ -214,6 +216,7 @@ class Streamer:
         self.go_home()
         for handle in self._handles:
             handle.remove()
+        self._handles.clear()
 
     # -- hooks ------------------------------------------------------------------------------------------------------
     def _hooks(self, model: nn.Module) -> Iterator[RemovableHandle]:

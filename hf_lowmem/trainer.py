@@ -109,6 +109,8 @@ class LowMemMixin(_TrainerBase):
             streamer = None if self.model is None else streamer_of(self.model)
             if streamer is not None:
                 streamer.go_home()  # also in the middle of a step, or by Ctrl-C
+            if self._split is not None:
+                self._split.remove()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """See ``Trainer.training_step``. Without clipping, streamed blocks are updated during the last backward.

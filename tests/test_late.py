@@ -75,6 +75,48 @@ def test_nobody_waits_for_what_no_thread_will_do(monkeypatch) -> None:
     late.wait()
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_ctrl_c_while_a_job_is_given_to_a_thread(monkeypatch, given) -> None:
+    """Whether the thread has it already or not, it is done once, by it or by nobody."""
+    late, done = LateUpdates(), []
+    late.add(0, lambda ending: done.append(0))
+    late.wait()
+    submit = late._threads.submit
+
+    def interrupted(*args):
+        monkeypatch.setattr(late._threads, "submit", submit)
+        if given:
+            submit(*args).result()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(late._threads, "submit", interrupted)
+    if given:
+        monkeypatch.setattr(late, "_lock", NoLock())  # the thread's turn comes within ours
+    with pytest.raises(KeyboardInterrupt):
+        late.add(1, lambda ending: done.append(1))
+    late.wait()
+    assert done == [0, 1]
+    assert late.done(1)
+
+
+class NoLock:
+    def __enter__(self): ...
+    def __exit__(self, *args): ...
+
+
+def test_who_is_in_a_hurry_comes_first() -> None:
+    late, done, go = LateUpdates(), [], threading.Event()
+    late.add(0, lambda ending: go.wait(10))
+    for number in (1, 2, 3):
+        late.add(number, lambda ending, number=number: done.append(number))
+    late.hurry(3)
+    late.hurry(7)
+    late.hurry(0)
+    go.set()
+    late.wait()
+    assert done == [3, 1, 2]
+
+
 class Slow:
     """The kernel, some time later."""
 

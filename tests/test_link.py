@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_lowmem.link import CudaLink, Slot
+from hf_lowmem.memory import use_expandable_segments
 
 CPU = torch.device("cpu")
 
@@ -173,3 +174,26 @@ def test_a_late_fetch_runs_beside_the_computing_of_the_block_before() -> None:
     assert [int(x) for x in sums] == [i * 2**26 for i in (0, 1, 2, 3, 0, 1, 2, 3)]
     link.finish()
     assert all(slot.buffer.untyped_storage().nbytes() == 0 for slot in slots)
+
+
+@pytest.mark.gpu
+def test_no_memory_is_taken_away_under_a_running_kernel() -> None:
+    """Expandable segments are unmapped when the stream that they belong to is done, whoever else still reads them."""
+    device = torch.device("cuda", 0)
+    use_expandable_segments()
+    torch.cuda.empty_cache()
+    link = CudaLink(device)
+    home = torch.full((2**28,), 7, dtype=torch.uint8).pin_memory()
+    slot = Slot(2**28, device)
+    slot.empty()
+    out = torch.empty(2**28, dtype=torch.uint8, device=device)
+    link.use(link.fetch(slot, home))
+    torch.cuda._sleep(10**9)
+    out.copy_(slot.buffer)
+    link.release(slot)
+    link.flush()
+    torch.cuda.empty_cache()
+    other = torch.full((2**28,), 9, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize()
+    assert bool((out == 7).all())
+    assert bool((other == 9).all())

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from transformers import Trainer
 
 from hf_lowmem import LowMemConfig, LowMemTrainer, attach
 from hf_lowmem.activations import InputOffload
-from hf_lowmem.attachment import find_blocks, streamer_of
+from hf_lowmem.attachment import detach, find_blocks, streamer_of
 from hf_lowmem.checkpointing import own_function, standing
 from hf_lowmem.split import BatchSplit
 
@@ -195,6 +197,9 @@ class Odd(nn.Module):
         ({"memory": torch.zeros(3, 4)}, lambda x: x, r"argument memory of Odd, a tensor of shape \(3, 4\)"),
         ({"memory": object()}, lambda x: x, "argument memory of Odd, object"),
         ({"attention_mask": torch.zeros(2, 4)}, lambda x: x, r"attention_mask of Odd, a tensor of shape \(2, 4\)"),
+        ({"position_bias": torch.zeros(3, 1, 5)}, lambda x: x, r"position_bias of Odd, .* \(3, 1, 5\)"),  # of each head
+        ({"position_embeddings": (torch.zeros(3, 4),) * 2}, lambda x: x, "position_embeddings of Odd"),  # of each token
+        ({"x2": torch.zeros(3, 5, 4)}, lambda x: x, "argument x2 of Odd"),
         ({}, lambda x: x.sum(), r"Odd returns a tensor of shape \(\) for 1 samples"),
         ({}, lambda x: {"x": x}, "Odd returns dict"),
     ],
@@ -204,15 +209,30 @@ def test_what_cannot_be_cut_or_joined_is_refused(kwargs, returns, message) -> No
     layer.returns = returns
     BatchSplit([layer], 1).install()
     with pytest.raises(ValueError, match=message):
-        layer(torch.zeros(3, 4), **kwargs)
+        layer(torch.zeros(3, 5, 4), **kwargs)
+
+
+class Pair(NamedTuple):
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+def test_tokens_without_samples_are_not_cut() -> None:
+    layer = Odd()
+    seen: list[tuple[int, ...]] = []
+    layer.returns = lambda x: (seen.append(tuple(x.shape)), x)[1]
+    BatchSplit([layer], 1).install()
+    layer(torch.zeros(6, 4))
+    assert seen == [(6, 4)]
 
 
 def test_what_can_be_cut_and_joined() -> None:
     layer = Odd()
     layer.returns = lambda x: (x, None, [x + 1])
     BatchSplit([layer], 2).install()
-    x = torch.randn(5, 4)
-    kwargs = {"position_embeddings": (torch.zeros(1, 4), torch.zeros(5, 4)), "cache_position": torch.arange(3)}
+    x = torch.randn(5, 6, 4)
+    pair = Pair(torch.zeros(1, 6, 4), torch.zeros(5, 6, 4))
+    kwargs = {"position_embeddings": pair, "cache_position": torch.arange(5)}
     out = layer(x, **kwargs, use_cache=False, past_key_values=None)
     torch.testing.assert_close(out[0], layer.linear(x))
     assert out[1] is None
@@ -249,3 +269,48 @@ def test_other_architectures(tiny, kind) -> None:
     streamer = attach(model, LowMemConfig(offload="cpu"), "cpu")
     BatchSplit([m for _, m in find_blocks(model)], 1, streamer.whole).install()
     assert_close(run(whole, inputs), run(model, inputs))
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_nothing_of_it_is_left(tiny, tmp_path, offload) -> None:
+    """After a training, and after the model has been detached, whose weights are its own then."""
+    model = tiny.model(num_hidden_layers=3)
+    settings = {"optim": "cpu_adam4bit", "per_device_train_batch_size": 4, **CHECKPOINTED}
+    optim_args = f"offload={offload},micro_batch_size=1,offload_activations=true"
+    trainer = tiny.fit(LowMemTrainer, tmp_path, model=model, optim_args=optim_args, **settings)
+    names = {type(x).__name__ for _, module in find_blocks(model) for x in standing(module)}
+    assert names == {"_Offloaded"}
+    trainer._split_batches()
+    if offload == "cpu":
+        detach(model)
+        assert not any(list(standing(module)) for _, module in find_blocks(model))
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.data = weight.data.clone()
+    at = weight.data_ptr()
+    run(model.train(), batch(4))
+    assert weight.data_ptr() == at
+
+
+def test_a_streamer_that_was_taken_off_is_asked_no_more(tiny) -> None:
+    model = tiny.model()
+    streamer = attach(model, LowMemConfig(offload="cpu"), "cpu")
+    module = streamer.blocks[0].module
+    assert streamer.whole(module) is not None
+    detach(model)
+    assert streamer.whole(module) is None
+
+
+@pytest.mark.parametrize("output", ["output_attentions", "output_hidden_states"])
+def test_what_layers_are_asked_to_tell_is_refused(tiny, output) -> None:
+    model = tiny.model(attn_implementation="eager").train()
+    checkpoint(model)
+    BatchSplit([m for _, m in find_blocks(model)], 1).install()
+    with pytest.raises(ValueError, match=f"{output} collects what these compute for whole ones"):
+        model(**batch(3), **{output: True})
+    assert model(**batch(3)).loss > 0
+
+
+@pytest.mark.parametrize("optim_args", ["micro_batch_size=1", "offload_activations=true", "gradient_dtype=fp32"])
+def test_the_stock_trainer_does_not_ignore_them(tiny, tmp_path, optim_args) -> None:
+    with pytest.raises(ValueError, match=f"{optim_args.split('=')[0]} changes what happens in a training step"):
+        tiny.fit(Trainer, tmp_path, optim="cpu_adam4bit", optim_args=optim_args)
