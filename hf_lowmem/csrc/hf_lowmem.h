@@ -54,8 +54,9 @@ HLM_API int32_t hlm_isa_supported(int32_t isa);
 // is written then).
 HLM_API int64_t hlm_adam(int32_t isa, const hlm_adam_tensor* tensors, int64_t count, int64_t first, int64_t last);
 
-// The same for one of several threads that share the units [*next, end): it takes `piece` of them at a time by adding to
-// *next, which the caller keeps for all of the threads, until none is left. Whoever writes `end` there stops them all.
+// The same for one of several threads that share the units [*next, end): it takes `piece` of them at a time by adding
+// to *next, which the caller keeps for all of the threads, until none is left. Whoever writes `end` there stops them
+// all.
 HLM_API int64_t hlm_adam_shared(int32_t isa, const hlm_adam_tensor* tensors, int64_t count, int64_t piece, int64_t end,
                                 int64_t* next);
 
