@@ -90,6 +90,7 @@ class Run:
     seconds: float
     loss: float
     gpu: float
+    reserved: float
     rss: float
     rss_peak: float
     note: str = ""
@@ -109,8 +110,8 @@ def result(times: list[float], loss: float, note: str = "") -> Run:
     with suppress(OSError):
         status = Path("/proc/self/status").read_text(encoding="ascii")
         peak = int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e9
-    gpu = torch.cuda.max_memory_allocated() / 1e9
-    return Run(statistics.median(times[WARM_UP:] or times), loss, gpu, rss, peak, note)
+    gpu, reserved = torch.cuda.max_memory_allocated() / 1e9, torch.cuda.max_memory_reserved() / 1e9
+    return Run(statistics.median(times[WARM_UP:] or times), loss, gpu, reserved, rss, peak, note)
 
 
 def forward_and_backward(args: argparse.Namespace, tokens: torch.Tensor, offload: str) -> Run:
@@ -141,11 +142,13 @@ class Clock(TrainerCallback):
 
     def __init__(self, trace: Path | None, last: int) -> None:
         self.ends: list[float] = []
+        self.retries: list[int] = []  # so far, at these ends
         self.trace, self.last = trace, last
         self.profile: Any = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.ends.append(time.perf_counter())
+        self.retries.append(torch.cuda.memory_stats().get("num_alloc_retries", 0) if DEVICE == "cuda" else 0)
         if self.profile is not None:
             self.profile.stop()
             assert self.trace is not None
@@ -227,8 +230,9 @@ def trained(args: argparse.Namespace, tokens: torch.Tensor, offload: str, option
         trainer.train()
     placement = trainer._placement
     note = f"offload={placement.plan.offload}" if placement is not None and placement.plan is not None else ""
-    if trainer._placement is not None and trainer._placement.memory.retries():
-        note += ", memory given back"
+    given_back = clock.retries[-1] - clock.retries[min(WARM_UP, len(clock.retries) - 1)]
+    if given_back:  # by torch's allocator, which stops everything for that
+        note += f", memory given back {given_back} times"
     return result(clock.times, trainer.latest.item(), note)
 
 
@@ -253,7 +257,7 @@ def main() -> None:
         f"Llama shape {args.size}, {kind}, {args.batch} x {args.seq} tokens, activations recomputed.",
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}; all but the first row under {args.cap}.",
         "",
-        "| run | tokens/s | of resident | seconds a step | loss | GPU GB | RSS GB | its peak | |",
+        "| run | tokens/s | of resident | seconds a step | loss | GPU GB (reserved) | RSS GB | its peak | |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     resident: Run | None = None
@@ -267,7 +271,8 @@ def main() -> None:
         resident = resident or run
         lines.append(
             f"| {name} | {tokens.numel() / run.seconds:,.0f} | {resident.seconds / run.seconds:.1%} | "
-            f"{run.seconds:.3f} | {run.loss:.3f} | {run.gpu:.1f} | {run.rss:.1f} | {run.rss_peak:.1f} | {run.note} |"
+            f"{run.seconds:.3f} | {run.loss:.3f} | {run.gpu:.1f} ({run.reserved:.1f}) | "
+            f"{run.rss:.1f} | {run.rss_peak:.1f} | {run.note} |"
         )
         print(lines[-1], flush=True)
         torch.cuda.set_per_process_memory_fraction(min(1.0, parse_bytes(args.cap) / total))

@@ -93,6 +93,7 @@ def test_streaming(tmp_path, monkeypatch):
         "empty_cache": lambda: None,
         "reset_peak_memory_stats": lambda: None,
         "max_memory_allocated": lambda: 10**9,
+        "max_memory_reserved": lambda: 10**9,
         "get_device_name": lambda: "none",
         "get_device_properties": lambda i: SimpleNamespace(total_memory=10**11),
         "set_per_process_memory_fraction": lambda share: None,
