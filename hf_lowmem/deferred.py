@@ -25,6 +25,11 @@ from .state import State
 Work = Sequence[tuple[Tensor, Mapping[str, Any], Tensor, int]]
 
 
+# A GPU takes an update only if it has it so many times sooner than the CPU: what it copies slows the CPU. Measured on
+# 16 cores beside an H200: 9.1 G parameters/s with copies down alone, 6.7 with copies both ways, which bring 2 to 3 more.
+MARGIN = 2.0
+
+
 class StateSlab:
     """The optimizer states of some parameters in one piece of host memory, which moves as a whole.
 
@@ -274,7 +279,7 @@ class Deferred:
     ) -> Luggage | None:
         """See ``LowBitAdamW.take``."""
         luggage = self._queue[number][1] if number in self._queue else None
-        if luggage is None or not luggage.fits(weights, grads) or seconds > self._seconds_until(number):
+        if luggage is None or not luggage.fits(weights, grads) or MARGIN * seconds > self._seconds_until(number):
             return None
         if not self._late.take(number):
             return None

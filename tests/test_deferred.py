@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from test_attachment import LateLink
 from test_late import Chain
 
 from hf_lowmem import LowBitAdamW, LowMemConfig, attach, attachment
-from hf_lowmem.deferred import StateSlab
+from hf_lowmem.deferred import Deferred, StateSlab
 from hf_lowmem.kernels import native
 from hf_lowmem.overlap import overlap
 from hf_lowmem.state import new_state
@@ -249,3 +250,25 @@ def test_a_slab_of_states() -> None:
         assert all(torch.equal(torch.as_tensor(loaded[key]), torch.as_tensor(value)) for key, value in state.items())
     states[1]["m"] = states[1]["m"].clone()
     assert not slab.holds(states)
+
+
+def test_who_is_sooner_by_far_does_it() -> None:
+    """A GPU takes an update if that takes it less than half of the time until the CPU would have done it."""
+    deferred, go = Deferred(), threading.Event()
+    luggage = SimpleNamespace(fits=lambda weights, grads: True)
+    grads = [torch.zeros(100)]
+    for number in range(4):
+        deferred.add(number, lambda start, ending: go.wait(10), grads, True, luggage)
+    deferred._seconds = 1.0  # for a value
+    while deferred._late.state(0) != "running":
+        pass
+    assert deferred.take(0, {}, {}, 0.0) is None  # the CPU is at it
+    assert deferred.take(1, {}, {}, 76.0) is None  # half of the first and the second: 150 s
+    assert deferred.take(1, {}, {}, 74.0) is luggage
+    assert deferred.take(3, {}, {}, 126.0) is None  # 250 s, without the one that was taken
+    assert deferred.take(3, {}, {}, 124.0) is luggage
+    for number in (1, 3):
+        deferred._hand_over(number, lambda: None, lambda: True)
+    go.set()
+    deferred.wait()
+    assert 0 < deferred._seconds < 1.0
