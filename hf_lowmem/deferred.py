@@ -26,7 +26,7 @@ Work = Sequence[tuple[Tensor, Mapping[str, Any], Tensor, int]]
 
 
 # A GPU takes an update only if it has it so many times sooner than the CPU: what it copies slows the CPU. Measured on
-# 16 cores beside an H200: 9.1 G parameters/s with copies down alone, 6.7 with copies both ways, which bring 2 to 3 more.
+# 16 cores beside an H200: 9.1 G parameters/s with copies down alone, 6.7 with copies both ways, which bring 2 or 3.
 MARGIN = 2.0
 
 
