@@ -271,9 +271,7 @@ def train(
     )
     trainer.train()
     if trainer.state.global_step < options.steps:
-        _say(
-            f"stopped after {trainer.state.global_step} of {options.steps} steps: {options.minutes:g} minutes are over"
-        )
+        _say(f"stopped after {trainer.state.global_step} of {options.steps} steps: {options.minutes:g} min are over")
     return trainer
 
 

@@ -135,7 +135,10 @@ class Streamer:
         for _ in range(self.ahead + 1):
             if block is None or block in self._there:
                 return
-            self._fetch(block, False, wait=False)
+            try:
+                self._fetch(block, False, wait=False)
+            except torch.OutOfMemoryError:  # the forward will say so, where something can be done about it
+                return
             self._places[block].is_for(self._round + 1)
             block = self._after.get(block)
 

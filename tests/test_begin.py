@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 
 from hf_lowmem import trainer as trainers
 from hf_lowmem.attachment import streamer_of
+from hf_lowmem.link import HostLink
 from hf_lowmem.overlap import overlap
 from hf_lowmem.stream import Streamer
 
@@ -105,3 +106,25 @@ def test_a_forward_in_another_order(tiny, tmp_path, begun) -> None:
             assert len(streamer._there) <= 3
     streamer.go_home()
     assert not streamer._there
+
+
+def test_without_memory_the_forward_begins_later(tiny, tmp_path, begun, monkeypatch) -> None:
+    whole = fit(tiny, tmp_path, "none", **SETTINGS)
+    begin, fetch = Streamer.begin, HostLink.fetch
+    beginning = []
+
+    def begin_without(self) -> None:
+        beginning.append(1)
+        begin(self)
+        beginning.clear()
+
+    def no_memory(self, slot, home):
+        if beginning:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return fetch(self, slot, home)
+
+    monkeypatch.setattr(Streamer, "begin", begin_without)
+    monkeypatch.setattr(HostLink, "fetch", no_memory)
+    streamed = fit(tiny, tmp_path, "cpu", **SETTINGS)
+    assert begun == [0] * 5
+    assert_same(tiny, whole, streamed)
