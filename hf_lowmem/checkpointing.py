@@ -2,8 +2,7 @@
 
 A layer of transformers that is checkpointed calls ``_gradient_checkpointing_func(function, *args)``, a partial of
 torch's ``checkpoint``, which keeps ``args`` and calls ``function(*args)`` once in the forward and once in each
-backward.
-``function`` is a ``functools.partial`` that has the keyword arguments already.
+backward. ``function`` is a ``functools.partial`` that has the keyword arguments already.
 """
 
 from __future__ import annotations

@@ -110,6 +110,7 @@ def keep_on_device(optimizer: LowBitAdamW) -> bool:
     return False
 
 
+EVENTS = tuple(name for name in dir(TrainerCallback) if name.startswith("on_"))
 _OURS = ("transformers.", "hf_lowmem.", "trl.", "accelerate.")  # whose methods look at no weights where others might
 
 
@@ -147,9 +148,8 @@ def steps_look(trainer: Any) -> bool:
 
 def looked_at(trainer: Any) -> bool:
     """Whether anybody may read or write weights between two steps, other than this library and those it stands on."""
-    events = [name for name in dir(TrainerCallback) if name.startswith("on_")]
     callbacks = trainer.callback_handler.callbacks
-    return steps_look(trainer) or any(may_look(callback, event) for callback in callbacks for event in events)
+    return steps_look(trainer) or any(may_look(callback, event) for callback in callbacks for event in EVENTS)
 
 
 def may_look(callback: TrainerCallback, event: str) -> bool:
@@ -158,7 +158,7 @@ def may_look(callback: TrainerCallback, event: str) -> bool:
     return defined and (of_trl or is_others(type(callback), event))
 
 
-for _event in (name for name in dir(TrainerCallback) if name.startswith("on_")):
+for _event in EVENTS:
     always = _event in ("on_epoch_end", "on_evaluate", "on_predict", "on_save", "on_train_end")
     method = SettleCallback._settle if always else partialmethod(SettleCallback._settle_if_others_look, _event)
     setattr(SettleCallback, _event, method)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from architectures import T5, make
 from torch import nn
 from transformers import Trainer
 
@@ -147,15 +148,11 @@ def test_instead_of_accumulation(tiny, tmp_path) -> None:
 
 
 def test_an_auxiliary_loss_is_refused(tiny, tmp_path) -> None:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    small = {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = MixtralConfig(**small, num_key_value_heads=2, num_local_experts=2, output_router_logits=True)
     with pytest.raises(ValueError, match=r"auxiliary loss of MixtralForCausalLM .*config.output_router_logits=False"):
         tiny.fit(
             LowMemTrainer,
             tmp_path,
-            model=MixtralForCausalLM(config),
+            model=make("MixtralForCausalLM", num_local_experts=4, output_router_logits=True)(),
             optim="cpu_adam4bit",
             optim_args="micro_batch_size=1",
             **CHECKPOINTED,
@@ -239,36 +236,23 @@ def test_what_can_be_cut_and_joined() -> None:
     torch.testing.assert_close(out[2][0], layer.linear(x) + 1)
 
 
-@pytest.mark.parametrize("kind", ["t5", "moe"])
-def test_other_architectures(tiny, kind) -> None:
-    import transformers
-
+@pytest.mark.parametrize(
+    "build",
+    [
+        make("T5ForConditionalGeneration", T5, decoder_start_token_id=0, dropout_rate=0.0),
+        make("MixtralForCausalLM", num_local_experts=4),
+    ],
+    ids=["t5", "moe"],
+)
+def test_other_architectures(build) -> None:
     torch.manual_seed(0)
-    small = {"vocab_size": 128, "num_hidden_layers": 2, "pad_token_id": 0}
-    if kind == "t5":
-        config = transformers.T5Config(
-            d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0, dropout_rate=0.0, **small
-        )
-        make, inputs = transformers.T5ForConditionalGeneration, batch(4)
-    else:
-        config = transformers.MixtralConfig(
-            hidden_size=32,
-            intermediate_size=64,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=4,
-            bos_token_id=1,
-            eos_token_id=2,
-            **small,
-        )
-        make, inputs = transformers.MixtralForCausalLM, batch(4)
-    whole = make(config).train()
+    whole = build().train()
     model = copy.deepcopy(whole)
     for m in (whole, model):
         checkpoint(m)
     streamer = attach(model, LowMemConfig(offload="cpu"), "cpu")
     BatchSplit([m for _, m in find_blocks(model)], 1, streamer.whole).install()
-    assert_close(run(whole, inputs), run(model, inputs))
+    assert_close(run(whole, batch(4)), run(model, batch(4)))
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])
