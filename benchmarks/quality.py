@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-4, 1e-6])
+    parser.add_argument("--recipes", nargs="+", default=[""], help="beginnings of the names of those to run (all)")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds for each learning rate")
     parser.add_argument("--losses", type=Path, help="JSON of losses found before; extended")
     parser.add_argument("--out", type=Path)
@@ -112,6 +113,7 @@ def main() -> None:
         chosen = recipes(data)
         if lr < 1e-5:
             chosen = {k: v for k, v in chosen.items() if k.startswith(SMALL_LR)}
+        chosen = {k: v for k, v in chosen.items() if k.startswith(tuple(args.recipes))}
         text += f"\n### Learning rate {lr:g}\n\n"
         text += table(compare(data, chosen, lr, args.steps, args.seeds, args.budget, args.losses), before)
     print(text)

@@ -20,6 +20,7 @@ The random bits are a hash of (key, block, position): they depend on no thread, 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -176,7 +177,10 @@ def mix64(x: int) -> int:
 
 def tensor_key(seed: int, step: int, index: int) -> int:
     """The 64-bit key of one tensor's random bits in one step."""
-    return mix64(seed ^ mix64(step ^ mix64(index)))
+    return mix64(seed ^ mix64(step ^ _mixed(index)))
+
+
+_mixed = functools.lru_cache(maxsize=1 << 16)(mix64)
 
 
 class Noise:

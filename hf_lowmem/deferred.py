@@ -53,11 +53,14 @@ class StateSlab:
                 place = torch.frombuffer(memory, dtype=spec.dtype, count=state[key].numel(), offset=spec.offset)
                 place.copy_(state[key])
                 state[key] = place
-        self._keys = [{key: view.data_ptr() for key, view in _tensors(state).items()} for state in states]
+        self._places = [(set(state), _tensors(state)) for state in states]
 
     def holds(self, states: Sequence[State]) -> bool:
         """Whether the tensors of these states are the ones that lie here, and no others."""
-        return self._keys == [{key: x.data_ptr() for key, x in _tensors(state).items()} for state in states]
+        return len(states) == len(self._places) and all(
+            state.keys() == keys and all(state[key] is place for key, place in places.items())
+            for state, (keys, places) in zip(states, self._places, strict=True)
+        )
 
     def part(self, number: int) -> Tensor:
         """The bytes of one state, by its number among those given."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from .staging import Staging, Stagings, all_finite, sum_of_bits
 
 __all__ = ["LowBitAdamW", "param_bits"]
 FORMAT = 1  # of the state dict
+AT_WORK = 2  # groups that the CPU is given before the GPU gets its own: they keep it busy meanwhile
+_Work = tuple[Tensor, dict[str, Any], str]  # a parameter, its group and its name
+_Late = tuple[Tensor, dict[str, Any], Tensor]  # a parameter, its group and its flat gradient
 
 
 class LowBitAdamW(torch.optim.Optimizer):
@@ -239,34 +242,36 @@ class LowBitAdamW(torch.optim.Optimizer):
                 loss = closure()
         scale, finite = self._grad_scale, self._grads_finite
         self._grad_scale, self._grads_finite = 1.0, None
-        work = self._with_gradient()
+        staying, work = self._with_gradient()
         if finite is None and self.check_finite:
-            finite = all_finite([p.grad for p, _, _ in work if p.grad is not None], self.threads)
+            finite = all_finite([p.grad for p, *_ in (*staying, *work) if p.grad is not None], self.threads)
         if finite is False:
             self._skip()
             return loss
         self.skipped_in_a_row = 0
-        numbers = self._deferred.groups
-        for number in {numbers[p] for p, _, _ in work if p in numbers}:
+        numbers = [self._deferred.groups.get(p) for p, *_ in work]
+        for number in set(numbers) - {None}:
             self._deferred.wait(number)
-        staying = [item for item in work if self._stays(item[0], item[1])]
-        work = [item for item in work if not self._stays(item[0], item[1])]
         self._prepare(work)
-        on_host = [item for item in work if item[0].device.type == "cpu"]
-        skipped = self._step_host([item for item in on_host if not self._is_late(item[0])], scale)
-        for device in {p.device for p, _, _ in work if p.device.type != "cpu"}:
-            skipped += self._step_device(device, [item for item in work if item[0].device == device], scale)
+        late: dict[int, list[_Late]] = {}
+        at_once = []
+        for (p, group, name), number in zip(work, numbers, strict=True):
+            if number is not None and p.grad is not None and self._homes[p].resident.data_ptr() == p.data_ptr():
+                late.setdefault(number, []).append((p, group, p.grad.detach().contiguous().view(-1)))
+            else:
+                at_once.append((p, group, name))
+        skipped = self._step_host([item for item in at_once if item[0].device.type == "cpu"], scale)
+        for device in {p.device for p, *_ in at_once if p.device.type != "cpu"}:
+            skipped += self._step_device(device, [item for item in at_once if item[0].device == device], scale)
         self._skipped_in_ram.extend(filter(None, [skipped]))
-        for p, _, _ in work:
+        for p, *_ in at_once:
             self.state[p]["step"] += 1
-        late: dict[int, dict[Tensor, Tensor]] = {}
-        for p in (p for p, _, _ in on_host if self._is_late(p)):
-            if p.grad is not None:
-                late.setdefault(numbers[p], {})[p] = p.grad.detach().contiguous().view(-1)
-        groups = {p: group for p, group, _ in work}
-        for number in self._deferred.in_order(late):
-            self._update_late(number, late[number], groups, scale)
-        self._step_resident(staying, scale)  # last: the CPU is at work meanwhile
+        order = self._deferred.in_order(late)
+        for number in order[:AT_WORK]:
+            self._update_late(number, late[number], scale)
+        self._step_resident(staying, scale)
+        for number in order[AT_WORK:]:
+            self._update_late(number, late[number], scale)
         return loss
 
     @torch.no_grad()
@@ -286,9 +291,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         self._deferred.wait(number)
         groups = {p: group for p, group, _ in self._named() if p in grads}
         self._prepare([(p, group, "") for p, group in groups.items()])
-        for p in grads:
-            self.state[p]["step"] += 1
-        self._update_late(number, {p: g.view(-1) for p, g in grads.items()}, groups, 1.0, arrived, used)
+        self._update_late(number, [(p, groups[p], g.view(-1)) for p, g in grads.items()], 1.0, arrived, used)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See torch.optim.Optimizer.zero_grad. Zeros are written when deferred updates have read the gradients."""
@@ -306,18 +309,21 @@ class LowBitAdamW(torch.optim.Optimizer):
         """Blocks left as they were in steps that were done all the same. Waits for parameters kept on a device."""
         return sum(self._skipped_in_ram) + self._resident.skipped_blocks()
 
-    def _with_gradient(self) -> list[tuple[Tensor, dict[str, Any], str]]:
-        """(parameter, group, name) of all that have a gradient, each one checked."""
-        work = []
-        for p, group, name in self._named():
+    def _with_gradient(self) -> tuple[list[_Work], list[_Work]]:
+        """All that have a gradient, each one checked: those that are updated where they are kept, and the others."""
+        staying: list[_Work] = []
+        work: list[_Work] = []
+        for item in self._named():
+            p, group, name = item
             if p.grad is None:
                 continue
-            check_gradient(p, name, self._stays(p, group))
+            stays = p in self._on_device and p.is_contiguous() and self._wants(p, group) != 32
+            check_gradient(p, name, stays)
             if p.numel():
-                work.append((p, group, name))
-        return work
+                (staying if stays else work).append(item)
+        return staying, work
 
-    def _named(self) -> Iterable[tuple[Tensor, dict[str, Any], str]]:
+    def _named(self) -> Iterable[_Work]:
         number = 0
         for group in self.param_groups:
             names = group.get("param_names")
@@ -329,40 +335,33 @@ class LowBitAdamW(torch.optim.Optimizer):
         self.skipped_steps += 1
         self.skipped_in_a_row += 1
         self._stagings.drop()
-        limit = self.max_skipped_steps
-        if limit is not None and self.skipped_in_a_row >= limit:
-            raise FloatingPointError(
-                f"{self.skipped_in_a_row} steps in a row had gradients that were not finite and were skipped; the "
-                "weights are those of the last whole step. Lower the learning rate, look for bad samples, or raise "
-                "max_skipped_steps."
-            )
+        if self.max_skipped_steps is not None and self.skipped_in_a_row >= self.max_skipped_steps:
+            raise rules.too_many_skipped(self.skipped_in_a_row)
 
-    def _stays(self, p: Tensor, group: Mapping[str, Any]) -> bool:
-        return p in self._on_device and p.is_contiguous() and self._wants(p, group) != 32
-
-    def _step_resident(self, work: list[tuple[Tensor, dict[str, Any], str]], scale: float) -> None:
+    def _step_resident(self, work: list[_Work], scale: float) -> None:
         self._make_states(work)
         found = [(p, group, self.state[p], self._wants(p, group)) for p, group, _ in work]
         self._resident.step(found, self.seed, scale)
 
-    def _is_late(self, p: Tensor) -> bool:
-        return p in self._deferred.groups and self._homes[p].resident.data_ptr() == p.data_ptr()
-
     def _update_late(
         self,
         number: int,
-        grads: Mapping[Tensor, Tensor],
-        groups: Mapping[Tensor, dict[str, Any]],
+        items: Sequence[_Late],
         scale: float,
         arrived: Callable[[], None] | None = None,
         used: Callable[[], None] | None = None,
     ) -> None:
-        """Hands a group's step to the thread, with the hyperparameters of today. The steps are counted already."""
+        """Counts a group's step, and hands it to the thread with the hyperparameters of today."""
         today = {id(g): {**g, "lr": float(g["lr"])} for g in self.param_groups}  # schedulers write into a tensor
-        work = [(p, today[id(groups[p])], grad, self.state[p]["step"]) for p, grad in grads.items()]
-        for p in grads:
-            torch.autograd.graph.increment_version(p)
-            self._homes[p].seen = mark(p)
+        work, found, copies = [], [], False
+        torch.autograd.graph.increment_version([p for p, *_ in items])
+        for p, group, grad in items:
+            state, home = self.state[p], self._homes[p]
+            state["step"] = step = state["step"] + 1
+            home.seen = (home.seen[0], p._version, *home.seen[2:])
+            work.append((p, today[id(group)], grad, step))
+            found.append(state)
+            copies = copies or home.copy is not None
 
         def job(start: int, ending: Callable[[], object] | None) -> None:
             try:
@@ -375,10 +374,9 @@ class LowBitAdamW(torch.optim.Optimizer):
                     used()
 
         luggage = None
-        if arrived is None and self._deferred.travels and all(self._homes[p].copy is None for p in grads):
-            found = [self.state[p] for p in grads]
+        if arrived is None and self._deferred.travels and not copies:
             luggage = self._deferred.pack(number, work, found, self.seed, scale, self._step_there)
-        self._deferred.add(number, job, list(grads.values()), arrived is None, luggage)
+        self._deferred.add(number, job, [grad for *_, grad in items], arrived is None, luggage)
 
     def _step_there(self, tensors: list[AdamTensor]) -> None:
         """Steps tensors on their device, in its current stream."""
@@ -387,7 +385,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         else:
             self._resident.step_tensors(tensors)
 
-    def _step_host(self, work: list[tuple[Tensor, dict[str, Any], str]], scale: float) -> int:
+    def _step_host(self, work: list[_Work], scale: float) -> int:
         tensors = []
         for p, group, _ in work:
             assert p.grad is not None
@@ -403,7 +401,7 @@ class LowBitAdamW(torch.optim.Optimizer):
             home.seen = mark(p)
         return skipped
 
-    def _step_device(self, device: torch.device, work: list[tuple[Tensor, dict[str, Any], str]], scale: float) -> int:
+    def _step_device(self, device: torch.device, work: list[_Work], scale: float) -> int:
         groups = {p: group for p, group, _ in work}
 
         def tensor_of(p: Tensor, start: int, stop: int, grad: Tensor) -> AdamTensor:
@@ -429,18 +427,21 @@ class LowBitAdamW(torch.optim.Optimizer):
         return whole if stop - start == p.numel() else whole.part(start, stop)
 
     # -- what a parameter needs before its step ---------------------------------------------------------------------
-    def _prepare(self, work: list[tuple[Tensor, dict[str, Any], str]]) -> None:
+    def _prepare(self, work: list[_Work]) -> None:
         """Makes states and homes that do not exist yet, and takes weights anew that somebody else has written."""
         self._make_states(work)
+        found = []
         for p, group, _ in work:
+            state, wanted = self.state[p], self._wants(p, group)
             if self._resident.knows(p):  # it was updated on its device so far
-                self._resident.prepare(p, self.state[p], self._wants(p, group))
+                self._resident.prepare(p, state, wanted)
                 self._resident.forget(p)
-            if self.state[p]["m"].device.type != "cpu":
-                self.state[p].update(state_in_ram(self.state[p]))
-        self._homes.prepare([(p, self.state[p], self._wants(p, group)) for p, group, _ in work])
+            if not state["m"].is_cpu:
+                state.update(state_in_ram(state))
+            found.append((p, state, wanted))
+        self._homes.prepare(found)
 
-    def _make_states(self, work: list[tuple[Tensor, dict[str, Any], str]]) -> None:
+    def _make_states(self, work: list[_Work]) -> None:
         numbers: dict[Tensor, int] = {}
         for p, group, _ in work:
             if not self.state[p]:

@@ -146,3 +146,11 @@ def check_gradient(p: Tensor, name: str, stays: bool = False) -> None:
             f"{name} is {p.dtype} on {p.device} and its gradient {p.grad.dtype} on {p.grad.device}; on a GPU "
             "both must be of one dtype and on one device."
         )
+
+
+def too_many_skipped(count: int) -> FloatingPointError:
+    """After so many steps in a row whose gradients were not finite."""
+    return FloatingPointError(
+        f"{count} steps in a row had gradients that were not finite and were skipped; the weights are those of the "
+        "last whole step. Lower the learning rate, look for bad samples, or raise max_skipped_steps."
+    )

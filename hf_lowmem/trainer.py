@@ -73,6 +73,7 @@ class LowMemMixin(_TrainerBase):
     _inputs: InputOffload | None = None
     _split: BatchSplit | None = None
     _norm_ahead: NormAhead | None = None
+    _filters_loss = False  # for a moment, in the place of args.logging_nan_inf_filter
     _step_hooks: Sequence[RemovableHandle] = ()
 
     def __init__(self, *args: Any, lowmem: LowMemConfig | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
@@ -106,6 +107,7 @@ class LowMemMixin(_TrainerBase):
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
+            self._stock_filter_again()
             streamer = None if self.model is None else streamer_of(self.model)
             if streamer is not None:
                 streamer.go_home()  # also in the middle of a step, or by Ctrl-C
@@ -118,6 +120,7 @@ class LowMemMixin(_TrainerBase):
         Where the GPU runs out of memory, blocks that were kept there move to RAM, and the micro-batch is done again if
         it is the step's first.
         """
+        self._stock_filter_again()
         streamer = None if self.model is None else streamer_of(self.model)
         if streamer is not None:
             streamer.early = self._unclipped() and self.accelerator.sync_gradients
@@ -133,7 +136,28 @@ class LowMemMixin(_TrainerBase):
         mine = self.accelerator.scaler is None and not self._steps_are_others()  # nobody changes gradients after this
         if mine and self.accelerator.sync_gradients and self.model is not None:
             self._norm_ahead = NormAhead(list(self.model.parameters()), streamer)
-        return loss
+        return self._filtered(loss) if self.is_in_train and not self._steps_are_others() else loss
+
+    def _filtered(self, loss: Tensor) -> Tensor:
+        """Does on the device what the Trainer is about to do with ``logging_nan_inf_filter``: a loss that is not finite
+        is logged as the mean of those before it.
+
+        Stock code asks the device whether it is, and waits for the whole backward before the CPU goes on.
+        """
+        if not self.args.logging_nan_inf_filter or loss.device != self._tr_loss.device:
+            return loss
+        self._filters_loss, self.args.logging_nan_inf_filter = True, False
+        mean = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+        return torch.where(loss.isfinite(), loss, mean)
+
+    def _stock_filter_again(self) -> None:
+        if self._filters_loss:
+            self._filters_loss, self.args.logging_nan_inf_filter = False, True
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """See ``Trainer``, which calls it when it has added up the loss of a micro-batch."""
+        self._stock_filter_again()
+        return super().floating_point_ops(inputs)
 
     def _step_with_room(self, again: Again | None, args: Any, kwargs: Any) -> Tensor:
         while True:
@@ -382,14 +406,20 @@ class LowMemMixin(_TrainerBase):
         if norm is None:
             unscaled = self.accelerator.scaler is not None  # in place, which torch's counter of writes does not see
             norm = total_norm(params, None if unscaled else streamer_of(model))
-        finite = bool(norm.isfinite())
-        grads = [p.grad for p in params if p.grad is not None]
+        finite, factor = self._clipping(norm, max_norm)
+        grads = [] if finite else [p.grad for p in params if p.grad is not None]
         if not finite and all(bool(g.isfinite().all()) for g in grads):  # the gradients' own dtype was too narrow
             norm = torch.stack([g.double().norm().to(norm.device) for g in grads]).norm()
-            finite = True
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).item() if finite else 1.0
-        unwrapped(self.optimizer).scale_gradients(factor, finite)
+            finite, factor = self._clipping(norm, max_norm)
+        unwrapped(self.optimizer).scale_gradients(factor if finite else 1.0, finite)
         return norm
+
+    @staticmethod
+    def _clipping(norm: Tensor, max_norm: float) -> tuple[bool, float]:
+        """Whether a norm is finite, and the factor that clips it. Waits for the device, once."""
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        finite, clipped = torch.stack([norm.isfinite().to(factor.dtype), factor]).tolist()
+        return bool(finite), clipped
 
 
 class LowMemTrainer(LowMemMixin, Trainer):

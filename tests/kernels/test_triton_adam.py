@@ -75,16 +75,21 @@ def moved(t: AdamTensor, device: str) -> AdamTensor:
     return out
 
 
-def assert_same_step(t: AdamTensor, steps: int = 2) -> None:
-    ours, oracle = moved(t, DEVICE), moved(t, "cpu")
+def assert_same_step(*tensors: AdamTensor, steps: int = 2) -> None:
+    ours, oracles = [moved(t, DEVICE) for t in tensors], [moved(t, "cpu") for t in tensors]
+    assert_same_steps(ours, oracles, steps)
+
+
+def assert_same_steps(ours: list[AdamTensor], oracles: list[AdamTensor], steps: int) -> None:
     for _ in range(steps):
-        skipped = triton_adam.adam_step([ours])
-        assert int(skipped) == adam.adam_step([oracle])
-    for name in ("weight", "m", "v", "m_scale", "v_scale", "extension"):
-        one, other = getattr(ours, name), getattr(oracle, name)
-        if one is not None:
-            kind = {4: torch.int32, 2: torch.int16, 1: one.dtype}[one.element_size()]
-            assert torch.equal(one.cpu().view(kind), other.view(kind)), name
+        skipped = triton_adam.adam_step(ours)
+        assert int(skipped) == adam.adam_step(oracles)
+    for i, (t, oracle) in enumerate(zip(ours, oracles, strict=True)):
+        for name in ("weight", "m", "v", "m_scale", "v_scale", "extension"):
+            one, other = getattr(t, name), getattr(oracle, name)
+            if one is not None:
+                kind = {4: torch.int32, 2: torch.int16, 1: one.dtype}[one.element_size()]
+                assert torch.equal(one.cpu().view(kind), other.view(kind)), (i, name)
 
 
 CASES = [
@@ -138,3 +143,59 @@ def test_a_copy_is_refused() -> None:
     t.copy = t.weight.bfloat16()
     with pytest.raises(ValueError, match="has no 16-bit copy"):
         triton_adam.adam_step([t])
+
+
+# -- many tensors -----------------------------------------------------------------------------------------------------
+SIZES = [1, 255, 1023, 1024, 1025, 2048, 3000, 5000]
+
+
+def many(bits: int, weight: torch.dtype, grad: torch.dtype, extended: bool, sizes: list[int]) -> list[AdamTensor]:
+    made = [make(n, bits, weight, grad, extended, start=256 * (i % 3)) for i, n in enumerate(sizes)]
+    for i, t in enumerate(made):
+        t.key = codec.tensor_key(9, 1, i)
+    return made
+
+
+@pytest.mark.parametrize("bits", [4, 8, 32])
+@pytest.mark.parametrize(("weight", "extended"), CASES)
+def test_many_are_stepped_together(bits, weight, extended, monkeypatch) -> None:
+    alone = []
+    monkeypatch.setattr(triton_adam._Launch, "run", lambda self: alone.append(self))
+    tensors = many(bits, weight, weight, extended, SIZES)
+    tensors[3].grad[700] = tensors[-1].grad[-1] = float("inf")
+    assert_same_step(*tensors)
+    assert not alone
+
+
+def test_of_many_kinds_at_once() -> None:
+    """In any order, with constants of their own, and too few of a kind to be stepped together."""
+    kinds = [(4, torch.bfloat16, torch.bfloat16, True), (4, torch.bfloat16, torch.float32, True)]
+    kinds += [(8, torch.bfloat16, torch.bfloat16, True), (32, torch.float32, torch.float32, False)]
+    tensors = [t for kind in kinds for t in many(*kind, SIZES[:5])]
+    tensors += many(4, torch.float16, torch.float16, True, SIZES[:3])
+    for t in tensors[::2]:
+        t.constants = AdamConstants.of(t.bits, 4, 1e-2, 0.9, 0.95, 1e-6, 0.1, 1.0)
+    order = torch.randperm(len(tensors), generator=torch.Generator().manual_seed(0)).tolist()
+    assert_same_step(*(tensors[i] for i in order))
+
+
+def test_what_is_not_aligned_goes_alone() -> None:
+    sizes = [1024, 2000, 3000, 1500, 700, 900]
+    ours = [moved(t, DEVICE) for t in many(4, torch.bfloat16, torch.bfloat16, True, sizes)]
+    oracles = many(4, torch.bfloat16, torch.bfloat16, True, sizes)
+    for t in ours[1:3]:  # a view of a larger buffer
+        larger = torch.zeros(t.grad.numel() + 1, dtype=t.grad.dtype, device=t.grad.device)
+        larger[1:] = t.grad
+        t.grad = larger[1:]
+    assert_same_steps(ours, oracles, 2)
+
+
+def test_gradients_that_lie_elsewhere_and_other_sizes_the_next_time() -> None:
+    """Nothing of an earlier step's table is used again."""
+    ours = [moved(t, DEVICE) for t in many(4, torch.bfloat16, torch.bfloat16, True, SIZES)]
+    oracles = many(4, torch.bfloat16, torch.bfloat16, True, SIZES)
+    assert_same_steps(ours, oracles, 1)
+    for t in ours:
+        t.grad = t.grad.clone()
+    assert_same_steps(ours[::-1], oracles[::-1], 1)
+    assert_same_steps(ours[:5], oracles[:5], 1)
