@@ -27,6 +27,7 @@ PIECE = 2**25  # logits that are fp32 at one time: 128 MiB, and as much for each
 CHUNK = 2**28  # bytes of logits that are there at one time where they are deferred: 256 MiB
 LEAST = 1024  # tokens of a chunk, however many words there are: fewer would starve the matrix products
 DEPTH = 4096  # terms of a product that are cast at one time, where the machine cannot widen them by itself
+MOVED = 2**26  # bytes of a gradient that are rounded at one time where they move
 LIFT = 2.0**15  # by which fp16 gradients of logits, at most 1, are lifted over what fp16 rounds to zero
 
 
@@ -129,7 +130,8 @@ class _HeadAndCrossEntropy(torch.autograd.Function):
     """The sum of the cross entropies, in fp32, of ``hidden @ weight.T + bias``.
 
     The gradients are there after the forward, for an incoming gradient of 1. They wait in fp32: backward multiplies
-    them with the incoming gradient and rounds them to their dtype, once, in the same pass over them.
+    them with the incoming gradient and rounds them to their dtype, once, in the same pass over them. It uses them up; a
+    second backward through the same graph computes them again.
     """
 
     @staticmethod
@@ -144,26 +146,64 @@ class _HeadAndCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         ctx.likes = [None if x is None else (x.shape, x.dtype) for x in (hidden, weight, bias)]
         ctx.lift = LIFT if source.dtype is torch.float16 else 1.0
-        with torch.autocast(hidden.device.type, enabled=False):
-            fused = _Fused(source, targets, ignore_index, ctx.needs_input_grad, ctx.lift)
-            total = fused.run()
+        ctx.how = source.dtype, source.ops, ignore_index
+        fused = _fused(ctx, hidden, weight, bias, targets)
+        total = fused.run()
         ctx.counted = (targets != ignore_index).any()  # if none is, the loss may be divided by 0, and the gradient is 0
-        ctx.save_for_backward(*fused.gradients)
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.wide = fused.gradients
         return total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_second_derivative()
         factor = torch.where(ctx.counted, gradient / ctx.lift, 0.0)
+        wide, ctx.wide = ctx.wide, None
+        if wide is None:
+            fused = _fused(ctx, *ctx.saved_tensors)
+            fused.run()
+            wide = fused.gradients
         result: list[Tensor | None] = []
-        for wide, like in zip(ctx.saved_tensors, ctx.likes, strict=True):
-            if wide is None:
-                result.append(None)
-                continue
-            shape, dtype = like
-            out = torch.empty(wide.shape, dtype=dtype, device=wide.device)
-            result.append(torch.mul(wide, factor, out=out).view(shape))
+        while wide:  # what one was computed from is free before the next one needs memory
+            pieces, like = wide.pop(0), ctx.likes[len(result)]
+            result.append(None if pieces is None else _narrowed(pieces, factor, *like))
+            del pieces
         return (*result, None, None, None)
+
+
+def _fused(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> _Fused:
+    dtype, ops, ignore_index = ctx.how
+    inputs = (None if x is None else x.detach() for x in (hidden, weight, bias))
+    source = Source(*inputs, dtype, ops, ())  # type: ignore[arg-type, call-arg]
+    return _Fused(source, targets, ignore_index, ctx.needs_input_grad, ctx.lift)
+
+
+def _narrowed(pieces: list[Tensor], factor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """``factor`` times the pieces, one after another, in one tensor of their own memory where that is large enough.
+
+    What is rounded to half the bytes goes to where the first half of the pieces was: the head's weight is among the
+    largest tensors of a model, and its gradient comes when the most is on the device.
+
+    Args:
+        pieces: of the rows; they are used up.
+        shape, dtype: of the result.
+    """
+    first, nbytes = pieces[0], shape.numel() * dtype.itemsize
+    out, start = torch.empty(0, dtype=dtype, device=first.device), 0
+    if not nbytes <= first.nbytes <= 1.1 * nbytes:
+        out = torch.empty(shape, dtype=dtype, device=first.device)
+    else:  # no view, and without its storage's Python object: autograd adds to it in place if nobody else has it
+        out.set_(first.view(dtype).view(-1)[: shape.numel()].view(shape))  # type: ignore[call-overload]
+    flat = out.view(-1, *first.shape[1:])
+    if out.data_ptr() == first.data_ptr():
+        step = max(1, MOVED // max(1, first[:1].nbytes))
+        for rows in _slices(len(first), step):  # what is written lies before what is still to be read
+            flat[rows] = torch.mul(first[rows], factor, out=torch.empty_like(first[rows], dtype=dtype))
+        start = len(first)
+    for piece in pieces[1:] if start else pieces:
+        torch.mul(piece, factor, out=flat[start : start + len(piece)])
+        start += len(piece)
+    return out
 
 
 class _Fused:
@@ -178,7 +218,7 @@ class _Fused:
 
     Attributes:
         gradients: of hidden states ``[tokens, hidden]``, weight and bias, times ``lift``, in fp32 (fp64 for fp64); None
-            where not needed.
+            where not needed. Each in pieces of its rows, of which the first takes as many bytes as the whole will.
     """
 
     def __init__(self, source: Source, targets: Tensor, ignore_index: int, needs: Any, lift: float) -> None:
@@ -190,17 +230,21 @@ class _Fused:
         self.bias = None if source.bias is None else source.bias.to(source.dtype)
         self.wide = torch.promote_types(source.dtype, torch.float32)
         self.needs = needs
-        rows = torch.empty_like(self.hidden, dtype=self.wide) if needs[0] else None
-        self.gradients: list[Tensor | None] = [rows, None, None]
+        rows = [torch.empty_like(self.hidden, dtype=self.wide)] if needs[0] else None
+        self.gradients: list[list[Tensor] | None] = [rows, None, None]
+        words, narrow = len(self.weight), source.weight.dtype.itemsize / self.wide.itemsize
+        split = min(words, -(-int(words * narrow + 0.5) // 64) * 64)
+        self.parts = [slice(0, split), slice(split, words)][: 1 + (split < words)]
 
     def run(self) -> Tensor:
         """The sum of the losses."""
         words = self.weight.shape[0]
         size = _whole_tiles(CHUNK // (words * self.source.dtype.itemsize), least=LEAST)
         losses: list[Tensor] = []
-        for rows in _slices(len(self.targets), size):
-            losses += self._chunk(rows)
-        return torch.stack(losses).sum()
+        with torch.autocast(self.hidden.device.type, enabled=False):
+            for rows in _slices(len(self.targets), size):
+                losses += self._chunk(rows)
+            return torch.stack(losses).sum()
 
     def _chunk(self, rows: slice) -> list[Tensor]:
         ignored = self.ignored[rows]
@@ -211,12 +255,14 @@ class _Fused:
         losses = [self._into_gradient(logits[r], self.targets[rows][r], ignored[r]) for r in _slices(len(hidden), size)]
         gradient = logits  # by now
         if self.gradients[0] is not None:
-            self.gradients[0][rows] = _product(gradient, self.weight).masked_fill_(ignored[:, None], 0)
+            self.gradients[0][0][rows] = _product(gradient, self.weight).masked_fill_(ignored[:, None], 0)
         if self.needs[1]:
-            self.gradients[1] = _product(gradient.t(), hidden, self.gradients[1])
+            totals: list[Any] = self.gradients[1] or [None] * len(self.parts)
+            pairs = zip(self.parts, totals, strict=True)
+            self.gradients[1] = [_product(gradient[:, part].t(), hidden, total) for part, total in pairs]
         if self.needs[2]:
             bias = gradient.masked_fill_(ignored[:, None], 0).sum(0, dtype=self.wide)
-            self.gradients[2] = bias if self.gradients[2] is None else self.gradients[2].add_(bias)
+            self.gradients[2] = [bias if self.gradients[2] is None else self.gradients[2][0].add_(bias)]
         return losses
 
     def _into_gradient(self, logits: Tensor, targets: Tensor, ignored: Tensor) -> Tensor:
