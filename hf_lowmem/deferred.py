@@ -323,6 +323,13 @@ class Deferred:
             self._late.hurry(number)  # it may be the last one
         self._late.wait(number)
 
+    def settle(self, params: Iterable[Tensor]) -> list[int | None]:
+        """The number of each parameter's group, or None, once earlier updates of these groups are done."""
+        numbers = [self.groups.get(p) for p in params]
+        for number in set(numbers) - {None}:
+            self.wait(number)
+        return numbers
+
     def done(self, number: int) -> bool:
         """Whether a group's update is done."""
         return self._late.done(number)

@@ -22,6 +22,7 @@ __all__ = ["LowBitAdamW", "param_bits"]
 FORMAT = 1  # of the state dict
 AT_WORK = 2  # groups that the CPU is given before the GPU gets its own: they keep it busy meanwhile
 _Work = tuple[Tensor, dict[str, Any], str]  # a parameter, its group and its name
+_Call = Callable[[], None] | None
 _Late = tuple[Tensor, dict[str, Any], Tensor]  # a parameter, its group and its flat gradient
 
 
@@ -175,11 +176,15 @@ class LowBitAdamW(torch.optim.Optimizer):
         """Keeps the states of these parameters on their device, and updates them there. Needs Triton.
 
         The bits are the same. What has a 32-bit master beside a 16-bit weight, or is not contiguous, stays as it was.
+        States that exist move at once, so that whoever measures the device's memory sees them.
 
         Args:
             params: they replace earlier ones.
         """
         self._on_device = set(params)
+        for p, group, _ in self._named():
+            if self._stays(p, group) and self.state.get(p) and p not in self._homes:
+                self._resident.prepare(p, self.state[p], self._wants(p, group))
 
     def widths(self) -> dict[Tensor, tuple[int, int | None]]:
         """Of each parameter, the bits of a moment, and those of its master; None for an fp32 weight."""
@@ -249,9 +254,7 @@ class LowBitAdamW(torch.optim.Optimizer):
             self._skip()
             return loss
         self.skipped_in_a_row = 0
-        numbers = [self._deferred.groups.get(p) for p, *_ in work]
-        for number in set(numbers) - {None}:
-            self._deferred.wait(number)
+        numbers = self._deferred.settle(p for p, *_ in work)
         self._prepare(work)
         late: dict[int, list[_Late]] = {}
         at_once = []
@@ -317,11 +320,13 @@ class LowBitAdamW(torch.optim.Optimizer):
             p, group, name = item
             if p.grad is None:
                 continue
-            stays = p in self._on_device and p.is_contiguous() and self._wants(p, group) != 32
-            check_gradient(p, name, stays)
+            check_gradient(p, name, stays := self._stays(p, group))
             if p.numel():
                 (staying if stays else work).append(item)
         return staying, work
+
+    def _stays(self, p: Tensor, group: Mapping[str, Any]) -> bool:
+        return p in self._on_device and p.is_contiguous() and self._wants(p, group) != 32
 
     def _named(self) -> Iterable[_Work]:
         number = 0
@@ -344,24 +349,17 @@ class LowBitAdamW(torch.optim.Optimizer):
         self._resident.step(found, self.seed, scale)
 
     def _update_late(
-        self,
-        number: int,
-        items: Sequence[_Late],
-        scale: float,
-        arrived: Callable[[], None] | None = None,
-        used: Callable[[], None] | None = None,
+        self, number: int, items: Sequence[_Late], scale: float, arrived: _Call = None, used: _Call = None
     ) -> None:
-        """Counts a group's step, and hands it to the thread with the hyperparameters of today."""
+        """Counts a group's step, and hands it to the thread, with the hyperparameters of today."""
         today = {id(g): {**g, "lr": float(g["lr"])} for g in self.param_groups}  # schedulers write into a tensor
-        work, found, copies = [], [], False
+        work = []
         torch.autograd.graph.increment_version([p for p, *_ in items])
         for p, group, grad in items:
             state, home = self.state[p], self._homes[p]
             state["step"] = step = state["step"] + 1
             home.seen = (home.seen[0], p._version, *home.seen[2:])
             work.append((p, today[id(group)], grad, step))
-            found.append(state)
-            copies = copies or home.copy is not None
 
         def job(start: int, ending: Callable[[], object] | None) -> None:
             try:
@@ -374,7 +372,8 @@ class LowBitAdamW(torch.optim.Optimizer):
                     used()
 
         luggage = None
-        if arrived is None and self._deferred.travels and not copies:
+        if arrived is None and self._deferred.travels and all(self._homes[p].copy is None for p, *_ in items):
+            found = [self.state[p] for p, *_ in items]
             luggage = self._deferred.pack(number, work, found, self.seed, scale, self._step_there)
         self._deferred.add(number, job, [grad for *_, grad in items], arrived is None, luggage)
 

@@ -91,6 +91,25 @@ def test_resumed_in_ram_and_back() -> None:
     assert pickle.loads(pickle.dumps(optimizer)).param_groups[0]["lr"] == 1e-2
 
 
+def test_states_move_at_once(monkeypatch) -> None:
+    """Or else whoever decides by the device's memory what else has room there would not see them."""
+    params, optimizer = resident(torch.bfloat16)
+    twins, twin = make(torch.bfloat16)
+    for number in range(2):
+        step(params, optimizer, number)
+        step(twins, twin, number)
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    held = [v for p in params for v in optimizer.state[p].values() if isinstance(v, torch.Tensor)]
+    assert {v.device.type for v in held} == {"cpu"}
+    optimizer.keep_on_device(params)
+    held = [v for p in params for v in optimizer.state[p].values() if isinstance(v, torch.Tensor)]
+    assert {v.device.type for v in held} == {DEVICE}
+    step(params, optimizer, 2)
+    step(twins, twin, 2)
+    assert_same(params, twins)
+
+
 @pytest.mark.parametrize("through_data", [False, True])
 def test_a_weight_that_was_written_has_lost_its_master(through_data) -> None:
     params, optimizer = resident(torch.bfloat16)
