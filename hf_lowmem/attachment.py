@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from .layer import gradient_dtype
 from .link import CudaLink, HostLink
 from .loss import use_stock_loss
 from .memory import ram_bytes, use_expandable_segments
-from .plan import Footprint, Plan, spread
+from .plan import Footprint, Plan, footprint, spread
 from .scaler import wait_for_scales
 from .shelf import RamShelf
 from .stream import AHEAD, Streamer
+from .sums import StochasticSums, forget_sums, sums_of
 
 # Trained parameters that take no more than this share of a block's bytes, beside frozen ones, stay on the device: they
 # are adapters or norms, which many small copies would hold up more than their bytes are worth.
@@ -67,18 +69,24 @@ def attach(model: nn.Module, config: LowMemConfig, device: torch.device | str | 
             f"{type(model).__name__}, or a model within it or around it, is attached already: call detach(model) "
             "before it is attached anew"
         )
-    widen_gradients(model, config)
+    widen_gradients(model, config, where)
     blocks = streamed_blocks(model, share)
     check_room(model, blocks, config, where)
     return hang(model, blocks, where, config.debug)
 
 
-def widen_gradients(model: nn.Module, config: LowMemConfig) -> None:
-    """Has gradients of 16-bit weights made and added in fp32, if that is wanted; before blocks are laid out.
+def widen_gradients(model: nn.Module, config: LowMemConfig, device: torch.device) -> None:
+    """Has gradients of 16-bit weights added as ``gradient_dtype`` says; before blocks are laid out.
 
     Raises: ValueError where this torch cannot, or there are gradients already.
     """
-    if config.gradient_dtype != "fp32":
+    wanted = config.gradient_dtype
+    if wanted == "auto":
+        wanted = "fp32" if _has_room_for_wide(model, config, device) else "stochastic"
+    if wanted == "stochastic":
+        forget_sums(model)  # its parameters may be others now
+        StochasticSums(model)
+    if wanted != "fp32":
         return
     for name, p in model.named_parameters():
         if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16) and gradient_dtype(p) is not torch.float32:
@@ -89,6 +97,21 @@ def widen_gradients(model: nn.Module, config: LowMemConfig) -> None:
                     f"{', or call model.zero_grad() first' if p.grad is not None else ', or install a newer torch'}"
                 )
             p.grad_dtype = torch.float32
+
+
+def _has_room_for_wide(model: nn.Module, config: LowMemConfig, device: torch.device) -> bool:
+    """Whether gradients in fp32 fit host memory beside all that may rest there, and this torch and device take them."""
+    params = list(model.parameters())
+    narrow = [p for p in params if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
+    if not all(hasattr(p, "grad_dtype") for p in narrow) or (device.type == "cuda" and not find_spec("triton")):
+        return False
+    if narrow and all(gradient_dtype(p) is torch.float32 for p in narrow):
+        return True  # it has been decided before
+    if sums_of(model) is not None or any(p.grad is not None for p in narrow):
+        return False
+    home = footprint(params, {p: (config.state_bits, config.master_bits) for p in params if p.requires_grad})
+    room = config.cpu_bytes or int(0.9 * ram_bytes())  # the system and the script are there too
+    return home.total + sum((4 - p.itemsize) * p.numel() for p in narrow) <= room
 
 
 def share_of(config: LowMemConfig, device: torch.device) -> Fraction:
@@ -137,6 +160,7 @@ def detach(model: nn.Module) -> None:
     for p in model.parameters():
         if p.grad is None and gradient_dtype(p) is not p.dtype:
             p.grad_dtype = p.dtype
+    forget_sums(model)
     for module in {*model.modules(), *(m for block in streamer.blocks for m in block.module.modules())}:
         if isinstance(vars(module).get("_apply"), functools.partial):
             del module._apply

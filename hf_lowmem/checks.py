@@ -16,6 +16,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from .config import LowMemConfig
 from .layer import gradient_dtype
 from .overlap import unwrapped
+from .sums import sums_of
 
 
 def check_model(model: nn.Module) -> None:
@@ -42,7 +43,8 @@ def check_gradients(model: Any, config: LowMemConfig, stays: bool) -> None:
         model: about to be trained.
         stays: whether parameters on a GPU are updated there.
     """
-    if config.gradient_dtype != "fp32":
+    wanted = config.gradient_dtype
+    if wanted not in ("fp32", "auto") or (wanted == "auto" and sums_of(model) is not None):
         return
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.dtype is not torch.float32]
     for name, p in trained:
@@ -53,8 +55,9 @@ def check_gradients(model: Any, config: LowMemConfig, stays: bool) -> None:
             )
         if p.device.type == "cuda" and not stays:
             raise ValueError(
-                f'gradient_dtype="fp32" is for parameters that are updated where they are, and {name}, on {p.device}, '
-                'is updated in RAM: write offload="auto" or "0" (which need Triton), or leave gradient_dtype out'
+                f'gradient_dtype="{wanted}" is for parameters that are updated where they are, and {name}, on '
+                f'{p.device}, is updated in RAM: write offload="auto" or "0" (which need Triton), or leave '
+                "gradient_dtype out"
             )
 
 

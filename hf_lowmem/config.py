@@ -105,6 +105,8 @@ class LowMemConfig:
             host memory. None: only where ``offload="auto"`` finds no room for them.
         gradient_dtype: ``"model"``: gradients have the weights' dtype, as torch has it. ``"fp32"``: four bytes a
             parameter, in which those of several micro-batches are added without rounding them to 16 bits.
+            ``"stochastic"``: two bytes, each sum rounded stochastically. ``"auto"``: with several micro-batches fp32
+            if host memory has room for that, or else stochastic.
         micro_batch_size: samples of a batch that a checkpointed block computes at a time, while its weights are on the
             device. None: all. Instead of ``gradient_accumulation_steps``, where blocks are streamed.
         debug: fill the device's memory of a block with NaN when it has been used, so that whoever reads it too late
@@ -150,7 +152,7 @@ class LowMemConfig:
         default=None, metadata={"help": "Keep checkpointed block inputs in RAM; default: where auto finds no room."}
     )
     gradient_dtype: str = field(
-        default="model", metadata={"help": "In which gradients are accumulated: model (that of the weights) or fp32."}
+        default="model", metadata={"help": "How gradients are accumulated: model, fp32, stochastic or auto."}
     )
     micro_batch_size: int | None = field(
         default=None, metadata={"help": "Samples that a block computes at a time; default: all of a batch."}
@@ -168,10 +170,10 @@ class LowMemConfig:
         if self.seed is not None:
             self._check_integer("seed", 0, 2**63 - 1, "leave it out for that of TrainingArguments")
         self._check_integer("max_skipped_steps", 1, None, "1 ends the training at the first skipped step")
-        if self.gradient_dtype not in ("model", "fp32"):
+        if self.gradient_dtype not in ("model", "fp32", "stochastic", "auto"):
             raise ValueError(
-                f'gradient_dtype={self.gradient_dtype!r} is none that gradients are accumulated in: write "fp32", or '
-                "leave it out for that of the weights"
+                f'gradient_dtype={self.gradient_dtype!r} is none that gradients are accumulated in: write "fp32", '
+                '"stochastic" or "auto", or leave it out for that of the weights'
             )
         if self.micro_batch_size is not None:
             self._check_integer("micro_batch_size", 1, None, "leave it out for whole batches")

@@ -95,16 +95,20 @@ def adam_settings(args: TrainingArguments) -> dict[str, Any]:
     return {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
 
 
+def seed_of(config: LowMemConfig, args: TrainingArguments | None) -> int:
+    """Of all random rounding."""
+    return config.seed if config.seed is not None else args.seed if args is not None else 0
+
+
 def state_settings(
     config: LowMemConfig, model: nn.Module | None, args: TrainingArguments | None = None
 ) -> dict[str, Any]:
-    seed = config.seed if config.seed is not None else args.seed if args is not None else 0
     return {
         "state_bits": config.state_bits,
         "master_bits": config.master_bits,
         "param_bits": None if model is None else param_bits(model, config.state_bits),
         "threads": config.threads,
-        "seed": seed,
+        "seed": seed_of(config, args),
         "staging_bytes": config.staging_bytes,
         "check_finite": True,
         "max_skipped_steps": config.max_skipped_steps,

@@ -129,7 +129,7 @@ class Filling(QuantizationConfigMixin):
 
     def begin(self, model: nn.Module) -> None:
         """Lays out the slabs of a model on the meta device."""
-        widen_gradients(model, self.config)
+        widen_gradients(model, self.config, self.device)
         self._blocks = streamed_blocks(model, self.config.offload_share)
         check_room(model, self._blocks, self.config, self.device)
         layers = [b.layer for b in self._blocks]
@@ -198,7 +198,7 @@ class Filling(QuantizationConfigMixin):
 
         Then all blocks move to slabs that fit, one after another.
         """
-        widen_gradients(model, self.config)  # its parameters may be others now
+        widen_gradients(model, self.config, self.device)  # its parameters may be others now
         blocks = streamed_blocks(model, self.config.offload_share)
         fits = [_places_in(b) for b in blocks] == [_places_in(b) for b in self._blocks]
         shelf = self._shelf if fits else None

@@ -26,7 +26,7 @@ from .attachment import attach, find_blocks, share_of, streamed_blocks, streamer
 from .checkpointing import any_checkpointed
 from .checks import check_gradients, check_model, prepare_training
 from .config import LowMemConfig, merge
-from .factory import adam_settings, our_name, state_settings
+from .factory import adam_settings, our_name, seed_of, state_settings
 from .loss import use_chunked_loss
 from .memory import ram_bytes
 from .optim import LowBitAdamW
@@ -45,6 +45,7 @@ from .placement import Placement, check_budgets, memory_of
 from .plan import footprint
 from .split import BatchSplit, check_splittable
 from .stream import Streamer
+from .sums import add_stochastically, sums_of
 
 if TYPE_CHECKING:
     from transformers.trainer import Trainer as _TrainerBase
@@ -83,6 +84,8 @@ class LowMemMixin(_TrainerBase):
             self.lowmem = merge(lowmem, None, None)
         else:
             self.lowmem = merge(lowmem, our_name(training_args), training_args.optim_args)
+            if self.lowmem.gradient_dtype == "auto" and training_args.gradient_accumulation_steps == 1:
+                self.lowmem = self.lowmem.replaced(gradient_dtype="model")  # there is nothing to be added
             if self.lowmem.offload_share and training_args.torch_compile:
                 raise ValueError(
                     f'offload="{self.lowmem.offload}" moves weights under a compiled model, which torch.compile cannot '
@@ -122,6 +125,8 @@ class LowMemMixin(_TrainerBase):
         """
         self._stock_filter_again()
         streamer = None if self.model is None else streamer_of(self.model)
+        if self.model is not None and (sums := sums_of(self.model)) is not None:
+            sums.seed, sums.step = seed_of(self.lowmem, self.args), self.state.global_step
         if streamer is not None:
             streamer.early = self._unclipped() and self.accelerator.sync_gradients
             streamer.early_norms.clear()
@@ -267,7 +272,9 @@ class LowMemMixin(_TrainerBase):
                 f'{len(streamer.blocks)} streamed blocks: call detach(model) first, or leave it so with offload="none"'
             )
         elif streamer is None:
-            widen_gradients(model, self.lowmem)
+            widen_gradients(model, self.lowmem, torch.device(device))
+        elif streamer is not None and self.lowmem.gradient_dtype in ("stochastic", "auto"):  # as it is attached
+            add_stochastically(model)
         all_stay = self.lowmem.offload != "none" and torch.device(device).type == "cuda"  # offload="0"
         if streamer_of(model) is not None or all_stay:  # attached here, by load, or by the user
             use_chunked_loss(model)
@@ -298,6 +305,9 @@ class LowMemMixin(_TrainerBase):
         else:  # nothing is to be streamed
             stays = streamer is not None or (self.lowmem.offload != "none" and keep_on_device(unwrapped(optimizer)))
         check_gradients(target, self.lowmem, stays)
+        if self.lowmem.gradient_dtype == "auto" and target is not None:
+            chosen = "fp32" if sums_of(target) is None else "stochastic"
+            print(f'hf_lowmem: how gradients of several micro-batches are added: gradient_dtype="{chosen}"')
         return optimizer
 
     def _place(self, model: nn.Module, streamer: Streamer, optimizer: LowBitAdamW) -> bool:

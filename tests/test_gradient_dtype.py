@@ -17,19 +17,23 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:Futur
 WIDE = "gradient_dtype=fp32"
 
 
+STOCHASTIC = "gradient_dtype=stochastic"
+
+
 def fit(tiny, folder, optim_args, dtype="bfloat16", **changes):
     settings = {"optim": "cpu_adam4bit", "max_steps": 4, "gradient_accumulation_steps": 4, **changes}
     model = tiny.model(num_hidden_layers=4, dtype=dtype)
     return tiny.fit(LowMemTrainer, folder, model=model, optim_args=optim_args, **settings)
 
 
+@pytest.mark.parametrize("how", [WIDE, STOCHASTIC])
 @pytest.mark.parametrize(
     "changes", [{}, {"max_grad_norm": 0.0}, {"gradient_checkpointing": True}, {"dtype": "float16"}]
 )
-def test_the_same_wherever_blocks_rest(tiny, tmp_path, memory, changes) -> None:
-    whole = fit(tiny, tmp_path, WIDE, **changes)
+def test_the_same_wherever_blocks_rest(tiny, tmp_path, memory, changes, how) -> None:
+    whole = fit(tiny, tmp_path, how, **changes)
     for optim_args in ("offload=cpu", "offload=0.5", "offload=auto,gpu_memory=1GB"):
-        assert_same(tiny, whole, fit(tiny, tmp_path, f"{optim_args},{WIDE}", **changes))
+        assert_same(tiny, whole, fit(tiny, tmp_path, f"{optim_args},{how}", **changes))
     narrow = fit(tiny, tmp_path, "offload=cpu", **changes)
     assert not tiny.equal_bits(tiny.weights(whole.model), tiny.weights(narrow.model))
 
@@ -105,9 +109,10 @@ def test_what_is_refused(tiny, tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(tiny, tmp_path) -> None:
+@pytest.mark.parametrize("how", [WIDE, STOCHASTIC])
+def test_on_a_gpu(tiny, tmp_path, how) -> None:
     runs = [
-        fit(tiny, tmp_path, f"offload={offload},{WIDE}", use_cpu=False, gradient_checkpointing=True)
+        fit(tiny, tmp_path, f"offload={offload},{how}", use_cpu=False, gradient_checkpointing=True)
         for offload in ("0", "cpu", "0.5")
     ]
     weights = [{name: p.cpu() for name, p in tiny.weights(run.model).items()} for run in runs]
