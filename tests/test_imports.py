@@ -30,6 +30,9 @@ MAY_IMPORT = {
     "kernels.native": {"codec", "kernels.adam"},
     "kernels.triton_adam": {"codec", "kernels.adam", "kernels.triton_kernel"},
     "kernels.triton_kernel": set(),
+    "kernels.int8": {"codec"},
+    "kernels.triton_int8": {"kernels.int8"},
+    "lowbit": {"codec", "kernels.int8"},
     "state": {"codec"},
     "late": set(),
     "head": set(),
@@ -108,6 +111,7 @@ MAY_IMPORT = {
 # The doors: the only modules that know the libraries of Hugging Face.
 DOORS = {
     "attachment",
+    "lowbit",
     "checks",
     "factory",
     "overlap",
