@@ -11,7 +11,10 @@ be told that an optimizer, or a streamer, has changed them.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,13 +22,53 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from . import codec
-from .kernels.int8 import Rows, product, quantize_rows
+from .kernels import int8
+from .kernels.int8 import Rows
 
 LEAST = 64  # inputs or outputs of a layer under which integers cost more than they bring: adapters, routers
 _SALT = 0xBB67AE8584CAA73B  # so that the optimizer's noise, of the same seed and step, is another
 _BACKWARDS = 1 << 32  # keys of one step
 
 
+# -- who computes -------------------------------------------------------------------------------------------------
+@functools.cache
+def engine_of(device: torch.device) -> ModuleType:
+    """What computes on a device: ``kernels.triton_int8`` on a GPU where its bits are right, else ``kernels.int8``."""
+    if device.type != "cuda":
+        return int8
+    try:
+        from .kernels import triton_int8
+
+        reason = goes_wrong(triton_int8, device)
+    except Exception as error:  # no Triton, no C compiler, a GPU that it does not know
+        reason = f"{type(error).__name__}: {error}"
+    if reason is None:
+        return triton_int8
+    warnings.warn(
+        f"Triton cannot be used for integer products ({reason}): torch's own are, which are slower. Install triton (on "
+        "Windows triton-windows) and a C compiler.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return int8
+
+
+def goes_wrong(engine: ModuleType, device: torch.device) -> str | None:
+    """What an engine computes differently on a device from the reference; None if nothing."""
+    generator = torch.Generator().manual_seed(1)
+    x, w = (torch.randn(rows, 200, generator=generator).bfloat16() for rows in (37, 50))
+    for key in (None, 5):
+        pairs = [(engine.quantize_rows(m.to(device), None, key), int8.quantize_rows(m, None, key)) for m in (x, w)]
+        both = [(one.cpu(), two) for a, b in pairs for one, two in ((a.codes, b.codes), (a.scale, b.scale))]
+        same = all(torch.equal(one, two) for one, two in both)
+        (a, b), (c, d) = pairs
+        found = engine.product(a, c, torch.float32).cpu()
+        if not same or not torch.equal(found, int8.product(b, d, torch.float32)):
+            return "it computes other bits than it should: please report this"
+    return None
+
+
+# -- random bits --------------------------------------------------------------------------------------------------
 class Rounding:
     """The random bits of a model's layers.
 
@@ -48,6 +91,7 @@ class Rounding:
         return codec.tensor_key(self.seed ^ _SALT, (self.step or 0) * _BACKWARDS + count, layer)
 
 
+# -- layers -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _How:
     """Of one layer.
@@ -70,8 +114,9 @@ class _Linear8(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
-        rows = quantize_rows(weight.t() if how.by_input else weight)
-        out = product(quantize_rows(x.reshape(-1, x.shape[-1])), rows, x.dtype, bias)
+        engine = engine_of(x.device)
+        rows = engine.quantize_rows(weight.t() if how.by_input else weight)
+        out = engine.product(engine.quantize_rows(x.reshape(-1, x.shape[-1])), rows, x.dtype, bias)
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         ctx.how, ctx.shape, ctx.bias = how, x.shape, None if bias is None else bias.dtype
         return out.view(*x.shape[:-1], len(rows.codes))
@@ -81,18 +126,20 @@ class _Linear8(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         how, g = ctx.how, gradient.reshape(-1, gradient.shape[-1])
-        key = how.rounding.key(how.layer)
+        key, engine = how.rounding.key(how.layer), engine_of(gradient.device)
         of_x = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
-            rows = quantize_rows(weight.t() if how.by_input else weight)
-            grads = quantize_rows(g, rows.scale, codec.mix64(key ^ 1))
-            of_x = product(grads, Rows(rows.codes.t().contiguous(), None), g.dtype).view(ctx.shape)
+            rows = engine.quantize_rows(weight.t() if how.by_input else weight)
+            grads = engine.quantize_rows(g, rows.scale, codec.mix64(key ^ 1))
+            of_x = engine.product(grads, Rows(rows.codes.t().contiguous(), None), g.dtype).view(ctx.shape)
         if ctx.needs_input_grad[1]:
             tokens = x.reshape(-1, x.shape[-1])
             a, b = (tokens, g) if how.by_input else (g, tokens)
             if how.grad_weight == "int8":
                 keys = (None, codec.mix64(key ^ 2)) if how.by_input else (codec.mix64(key ^ 2), None)
-                of_weight = product(quantize_rows(a.t(), key=keys[0]), quantize_rows(b.t(), key=keys[1]), weight.dtype)
+                of_weight = engine.product(
+                    engine.quantize_rows(a.t(), key=keys[0]), engine.quantize_rows(b.t(), key=keys[1]), weight.dtype
+                )
             else:
                 of_weight = (a.t() @ b).to(weight.dtype)
         if ctx.needs_input_grad[2]:
@@ -130,6 +177,7 @@ class Int8Conv1D(Conv1D):
         return _apply(x, self.weight, self.bias, self.lowbit)
 
 
+# -- on a model ---------------------------------------------------------------------------------------------------
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: Int8Linear, Conv1D: Int8Conv1D}
 
 

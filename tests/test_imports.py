@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "kernels.triton_kernel": set(),
     "kernels.int8": {"codec"},
     "kernels.triton_int8": {"kernels.int8"},
-    "lowbit": {"codec", "kernels.int8"},
+    "lowbit": {"codec", "kernels.__init__", "kernels.int8", "kernels.triton_int8"},
     "state": {"codec"},
     "late": set(),
     "head": set(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_lowmem import LowMemTrainer
+from hf_lowmem.kernels import int8
 from hf_lowmem.kernels.int8 import quantize_rows
-from hf_lowmem.lowbit import Int8Linear, dequantize, quantize, rounding_of
+from hf_lowmem.lowbit import Int8Linear, dequantize, engine_of, goes_wrong, quantize, rounding_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 BIG = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -189,6 +191,33 @@ def test_under_lora(tiny) -> None:
     model(input_ids=tokens, labels=tokens).loss.backward()
     trained = {name for name, p in model.named_parameters() if p.grad is not None}
     assert trained == {name for name, p in model.named_parameters() if "lora_" in name}
+
+
+def test_an_engine_is_tried_before_it_is_used(monkeypatch) -> None:
+    pytest.importorskip("triton")
+    from hf_lowmem.kernels import triton_int8
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    wrong = SimpleNamespace(quantize_rows=int8.quantize_rows, product=lambda *args: int8.product(*args) + 1)
+    assert "other bits" in goes_wrong(wrong, device)
+    wrong = SimpleNamespace(quantize_rows=lambda x, *args: int8.quantize_rows(2 * x, *args), product=int8.product)
+    assert "other bits" in goes_wrong(wrong, device)
+    assert goes_wrong(int8, device) is None
+    assert engine_of(torch.device("cpu")) is int8
+    engine_of.cache_clear()
+    try:
+        monkeypatch.setattr(triton_int8, "quantize_rows", lambda *args: 1 / 0)
+        with pytest.warns(RuntimeWarning, match="Triton cannot be used for integer products"):
+            assert engine_of(torch.device("cuda")) is int8
+    finally:
+        engine_of.cache_clear()
+
+
+@pytest.mark.gpu
+def test_the_engine_of_a_gpu() -> None:
+    from hf_lowmem.kernels import triton_int8
+
+    assert engine_of(torch.device("cuda")) is triton_int8
 
 
 class Quantized(LowMemTrainer):
