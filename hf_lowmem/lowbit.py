@@ -59,8 +59,8 @@ def goes_wrong(engine: ModuleType, device: torch.device) -> str | None:
     x, w = (torch.randn(rows, 200, generator=generator).bfloat16() for rows in (37, 50))
     for key in (None, 5):
         pairs = [(engine.quantize_rows(m.to(device), None, key), int8.quantize_rows(m, None, key)) for m in (x, w)]
-        both = [(one.cpu(), two) for a, b in pairs for one, two in ((a.codes, b.codes), (a.scale, b.scale))]
-        same = all(torch.equal(one, two) for one, two in both)
+        both: list[tuple[Any, Any]] = [(a.codes, b.codes) for a, b in pairs] + [(a.scale, b.scale) for a, b in pairs]
+        same = all(torch.equal(one.cpu(), two) for one, two in both)
         (a, b), (c, d) = pairs
         found = engine.product(a, c, torch.float32).cpu()
         if not same or not torch.equal(found, int8.product(b, d, torch.float32)):
