@@ -117,3 +117,16 @@ def test_streaming(tmp_path, monkeypatch):
     assert float(rows[5][5]) == pytest.approx(float(rows[2][5]), rel=1e-3)
     assert float(rows[6][5]) < float(rows[0][5])
     assert (tmp_path / "1.2b-1of3-early.json").stat().st_size > 1000
+
+
+def test_integer_products(tmp_path, monkeypatch):
+    import integer
+
+    monkeypatch.setattr(integer, "SHAPES", {"1B": [(64, 96), (96, 64)]})
+    out = tmp_path / "out.md"
+    argv = ["integer.py", "--tokens", "10", "20", "--sizes", "1B", "--rounds", "2", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", argv)
+    integer.main()
+    text = out.read_text()
+    assert text.count("| 20 | 96 | 64 |") == 2
+    assert "| tokens | inputs | outputs | bf16 | int8, weight gradients in bf16 | int8 |" in text
