@@ -3,7 +3,7 @@
     python benchmarks/integer.py --tokens 8192 16384 --out benchmarks/results/integer.md
 
 First the product ``x @ w.T`` of each shape: bf16, torch's integer product alone, ours with its scales, and ours with
-the quantisation of the tokens, and of both. Then a layer's three products together, with whatever the layer does besides.
+the quantisation of the tokens, and of both. Then a layer's three products together, with all that it does besides.
 Random tensors; all contestants of a shape take turns in one process; medians.
 """
 
