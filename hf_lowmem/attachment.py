@@ -25,12 +25,13 @@ from .plan import Footprint, Plan, footprint, spread
 from .scaler import wait_for_scales
 from .shelf import RamShelf
 from .stream import AHEAD, Streamer
-from .sums import StochasticSums, forget_sums, sums_of
+from .sums import StochasticSums, forget_sums
 
 # Trained parameters that take no more than this share of a block's bytes, beside frozen ones, stay on the device: they
 # are adapters or norms, which many small copies would hold up more than their bytes are worth.
 SMALL_SHARE = 0.05
 _STREAMER = "_hf_lowmem_streamer"  # an attribute of each streamed block
+_WIDENED = "_hf_lowmem_widened"  # of a model whose gradients we have given another dtype
 
 
 def attach(model: nn.Module, config: LowMemConfig, device: torch.device | str | None = None) -> Streamer | None:
@@ -81,13 +82,15 @@ def widen_gradients(model: nn.Module, config: LowMemConfig, device: torch.device
     Raises: ValueError where this torch cannot, or there are gradients already.
     """
     wanted = config.gradient_dtype
+    forget_sums(model)  # of an earlier training, or of parameters that are others now
     if wanted == "auto":
         wanted = "fp32" if _has_room_for_wide(model, config, device) else "stochastic"
-    if wanted == "stochastic":
-        forget_sums(model)  # its parameters may be others now
-        StochasticSums(model)
     if wanted != "fp32":
+        _narrow_gradients(model)
+        if wanted == "stochastic":
+            StochasticSums(model)
         return
+    vars(model)[_WIDENED] = True
     for name, p in model.named_parameters():
         if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16) and gradient_dtype(p) is not torch.float32:
             if not hasattr(p, "grad_dtype") or p.grad is not None:
@@ -99,6 +102,14 @@ def widen_gradients(model: nn.Module, config: LowMemConfig, device: torch.device
             p.grad_dtype = torch.float32
 
 
+def _narrow_gradients(model: nn.Module) -> None:
+    """Undoes what ``widen_gradients`` has done; what others have set stays."""
+    if vars(model).pop(_WIDENED, False):
+        for p in model.parameters():
+            if p.grad is None and gradient_dtype(p) is not p.dtype:
+                p.grad_dtype = p.dtype
+
+
 def _has_room_for_wide(model: nn.Module, config: LowMemConfig, device: torch.device) -> bool:
     """Whether gradients in fp32 fit host memory beside all that may rest there, and this torch and device take them."""
     params = list(model.parameters())
@@ -107,7 +118,7 @@ def _has_room_for_wide(model: nn.Module, config: LowMemConfig, device: torch.dev
         return False
     if narrow and all(gradient_dtype(p) is torch.float32 for p in narrow):
         return True  # it has been decided before
-    if sums_of(model) is not None or any(p.grad is not None for p in narrow):
+    if any(p.grad is not None for p in narrow):
         return False
     home = footprint(params, {p: (config.state_bits, config.master_bits) for p in params if p.requires_grad})
     room = config.cpu_bytes or int(0.9 * ram_bytes())  # the system and the script are there too
@@ -157,9 +168,8 @@ def detach(model: nn.Module) -> None:
             'offload="none"'
         )
     streamer.remove()
-    for p in model.parameters():
-        if p.grad is None and gradient_dtype(p) is not p.dtype:
-            p.grad_dtype = p.dtype
+    for owner in model.modules():
+        _narrow_gradients(owner)
     forget_sums(model)
     for module in {*model.modules(), *(m for block in streamer.blocks for m in block.module.modules())}:
         if isinstance(vars(module).get("_apply"), functools.partial):

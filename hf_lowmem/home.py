@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -119,6 +119,12 @@ class Homes:
         for (p, state, wanted), resident in zip(fresh, places, strict=True):
             self._of[p] = Home(resident, resident, mark(p))
             take_weight(p, state, self._of[p], None, wanted)
+
+    def written(self, params: Iterable[Tensor]) -> None:
+        """Remembers what parameters are like after the last write of a step: pieces of one tensor share its counter."""
+        for p in params:
+            home = self._of[p]
+            home.seen = (home.seen[0], p._version, *home.seen[2:])
 
     def _residents(self, params: list[Tensor]) -> list[Tensor]:
         """Where each parameter's flat weight is to lie in RAM: pinned memory for those on a GPU."""

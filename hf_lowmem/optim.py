@@ -96,8 +96,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         self.staging_bytes = staging_bytes
         self.check_finite = check_finite
         self.max_skipped_steps = max_skipped_steps
-        self.skipped_steps = 0
-        self.skipped_in_a_row = 0
+        self.skipped_steps = self.skipped_in_a_row = 0
         self._skipped_in_ram: list[int] = []  # what is not 0, of all threads
         self._param_bits = dict(param_bits or {})
         self._deferred = Deferred()
@@ -256,6 +255,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         self.skipped_in_a_row = 0
         numbers = self._deferred.settle(p for p, *_ in work)
         self._prepare(work)
+        resident = self._look(staying)
         late: dict[int, list[_Late]] = {}
         at_once = []
         for (p, group, name), number in zip(work, numbers, strict=True):
@@ -272,9 +272,11 @@ class LowBitAdamW(torch.optim.Optimizer):
         order = self._deferred.in_order(late)
         for number in order[:AT_WORK]:
             self._update_late(number, late[number], scale)
-        self._step_resident(staying, scale)
+        self._resident.step(resident, self.seed, scale)
         for number in order[AT_WORK:]:
             self._update_late(number, late[number], scale)
+        self._homes.written(p for p, *_ in work)
+        self._resident.written(p for p, *_ in staying)
         return loss
 
     @torch.no_grad()
@@ -343,17 +345,17 @@ class LowBitAdamW(torch.optim.Optimizer):
         if self.max_skipped_steps is not None and self.skipped_in_a_row >= self.max_skipped_steps:
             raise rules.too_many_skipped(self.skipped_in_a_row)
 
-    def _step_resident(self, work: list[_Work], scale: float) -> None:
+    def _look(self, work: list[_Work]) -> list[Any]:
+        """What is updated where it is kept, before anything is written."""
         self._make_states(work)
-        found = [(p, group, self.state[p], self._wants(p, group)) for p, group, _ in work]
-        self._resident.step(found, self.seed, scale)
+        self._resident.look(found := [(p, group, self.state[p], self._wants(p, group)) for p, group, _ in work])
+        return found
 
     def _update_late(
         self, number: int, items: Sequence[_Late], scale: float, arrived: _Call = None, used: _Call = None
     ) -> None:
         """Counts a group's step, and hands it to the thread, with the hyperparameters of today."""
-        today = {id(g): {**g, "lr": float(g["lr"])} for g in self.param_groups}  # schedulers write into a tensor
-        work = []
+        work, today = [], {id(g): {**g, "lr": float(g["lr"])} for g in self.param_groups}  # lr may be a tensor
         torch.autograd.graph.increment_version([p for p, *_ in items])
         for p, group, grad in items:
             state, home = self.state[p], self._homes[p]
@@ -425,7 +427,6 @@ class LowBitAdamW(torch.optim.Optimizer):
         whole = state_tensor(self.state[p], group, self.seed, home.weight, grad, scale, step, home.copy)
         return whole if stop - start == p.numel() else whole.part(start, stop)
 
-    # -- what a parameter needs before its step ---------------------------------------------------------------------
     def _prepare(self, work: list[_Work]) -> None:
         """Makes states and homes that do not exist yet, and takes weights anew that somebody else has written."""
         self._make_states(work)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class ResidentUpdates:
         self._seen.pop(p, None)
 
     def step(self, work: Sequence[Work], seed: int, scale: float) -> None:
-        """Steps parameters by their gradients.
+        """Steps parameters by their gradients. Before anything of a step is written, ``look``; after all, ``written``.
 
         Args:
             work: (parameter, its group, its state, bits of the master that it is to have, as for ``prepare``).
@@ -69,23 +69,28 @@ class ResidentUpdates:
                 for start in range(0, len(items), LAUNCHED):
                     self._launch(items[start : start + LAUNCHED], seed, scale)
 
+    def look(self, work: Sequence[Work]) -> None:
+        """Takes in what others have written since the last step, and brings states to where they are needed."""
+        for p, _, state, wanted in work:
+            if self._seen.get(p) != mark(p) or (wanted == 24) != ("extension" in state):
+                self.prepare(p, state, wanted)
+
+    def written(self, params: Iterable[Tensor]) -> None:
+        """Remembers what parameters are like after the last write of a step: pieces of one tensor share its counter."""
+        for p in params:
+            self._seen[p] = mark(p)
+
     def _launch(self, work: Sequence[Work], seed: int, scale: float) -> None:
         """Steps parameters of one device. The CPU's time for each counts: an adapter has hundreds, and little to do."""
-        tensors, marks = [], []
-        for p, group, state, wanted in work:
-            now = mark(p)
-            if self._seen.get(p) != now or (wanted == 24) != ("extension" in state):
-                self.prepare(p, state, wanted)
+        tensors = []
+        for p, group, state, _ in work:
             state["step"] = step = state["step"] + 1
             grad = p.grad
             assert grad is not None
             grad = grad if grad.is_contiguous() else grad.contiguous()
             tensors.append(state_tensor(state, group, seed, p, grad, scale, step))
-            marks.append(now)
         self.step_tensors(tensors)
         torch.autograd.graph.increment_version([p for p, *_ in work])
-        for (p, *_), now in zip(work, marks, strict=True):
-            self._seen[p] = (now[0], p._version, *now[2:])
 
     def step_tensors(self, tensors: list[AdamTensor]) -> None:
         """Steps tensors of one device, whatever their shapes if they are contiguous, in its current stream."""

@@ -141,7 +141,8 @@ class LowMemMixin(_TrainerBase):
         mine = self.accelerator.scaler is None and not self._steps_are_others()  # nobody changes gradients after this
         if mine and self.accelerator.sync_gradients and self.model is not None:
             self._norm_ahead = NormAhead(list(self.model.parameters()), streamer)
-        return self._filtered(loss) if self.is_in_train and not self._steps_are_others() else loss
+        others = self._steps_are_others() or is_others(type(self), "floating_point_ops")
+        return self._filtered(loss) if self.is_in_train and not others else loss
 
     def _filtered(self, loss: Tensor) -> Tensor:
         """Does on the device what the Trainer is about to do with ``logging_nan_inf_filter``: a loss that is not finite

@@ -93,6 +93,19 @@ def test_the_setting_stays_what_it_was(tiny, tmp_path) -> None:
     assert trainer.training_step(trainer.model, inputs).isnan()
 
 
+def test_somebodys_own_count_of_operations(tiny, tmp_path) -> None:
+    """It may not call ours, which puts the setting back."""
+
+    class Own(LowMemTrainer):
+        def floating_point_ops(self, inputs):
+            return 0
+
+    watch = Watch()
+    trainer = tiny.fit(Own, tmp_path, trainer={"callbacks": [watch]}, optim="cpu_adam4bit", save_steps=2)
+    assert set(watch.seen) == {True}
+    assert trainer.args.logging_nan_inf_filter is True
+
+
 def test_somebodys_own_step_keeps_the_stock_filter(tiny, tmp_path, monkeypatch) -> None:
     """What it makes of the loss is filtered too."""
 

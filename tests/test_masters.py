@@ -146,3 +146,24 @@ def test_zeroed_weight_stays_zero() -> None:
     p.grad = torch.zeros_like(p)
     optimizer.step()
     assert torch.equal(p, torch.zeros_like(p))
+
+
+@pytest.mark.parametrize("groups", [None, [[0, 1, 2]], [[0], [1], [2]], [[0]], [[2]], [[1, 2]]])
+def test_pieces_of_one_tensor_keep_their_masters(groups) -> None:
+    """They share torch's counter of writes: what is written to one must not look like a write of others to the rest."""
+
+    def train(pieces: bool) -> list[torch.Tensor]:
+        flat = torch.ones(3, 5000, dtype=torch.bfloat16)
+        params = [nn.Parameter(piece if pieces else piece.clone()) for piece in flat]
+        optimizer = LowBitAdamW(params, lr=1e-4, weight_decay=0.0)
+        optimizer.defer([params[i] for i in group] for group in groups or [])
+        for _ in range(30):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        return [p.detach().clone() for p in params] + [optimizer.state[p]["extension"].clone() for p in params]
+
+    for one, other in zip(train(True), train(False), strict=True):
+        assert torch.equal(one, other)

@@ -91,6 +91,27 @@ def test_resumed_in_ram_and_back() -> None:
     assert pickle.loads(pickle.dumps(optimizer)).param_groups[0]["lr"] == 1e-2
 
 
+@pytest.mark.parametrize("launched", [1, 64])
+def test_pieces_of_one_tensor_keep_their_masters(monkeypatch, launched) -> None:
+    """They share torch's counter of writes, also over several launches and with one that is updated in RAM."""
+    monkeypatch.setattr("hf_lowmem.resident.LAUNCHED", launched)
+
+    def train(pieces: bool) -> list[torch.Tensor]:
+        flat = torch.ones(3, 4100, dtype=torch.bfloat16, device=DEVICE)
+        params = [nn.Parameter(piece if pieces else piece.clone()) for piece in flat]
+        optimizer = LowBitAdamW(params, lr=1e-4, weight_decay=0.0)
+        optimizer.keep_on_device(params[:2])
+        for _ in range(12):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        optimizer.synchronize()
+        return [p.detach().cpu() for p in params] + [optimizer.state[p]["extension"].cpu() for p in params]
+
+    for one, other in zip(train(True), train(False), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_states_move_at_once(monkeypatch) -> None:
     """Or else whoever decides by the device's memory what else has room there would not see them."""
     params, optimizer = resident(torch.bfloat16)

@@ -171,6 +171,103 @@ def test_copied_pickled_and_taken_off() -> None:
     assert ref() is None
 
 
+def test_asking_for_gradients_adds_nothing_and_loses_nothing() -> None:
+    """torch.autograd.grad between two micro-batches, and within one."""
+    model, twin = small(), small()
+    sums = StochasticSums(model)
+    StochasticSums(twin)
+    x = torch.randn(4, 8, dtype=torch.bfloat16)
+    for number in range(3):
+        for m in (model, twin):
+            loss = m(x * (number + 1)).sum()
+            if m is model:
+                before = [None if p.grad is None else p.grad.clone() for p in m.parameters()]
+                torch.autograd.grad(loss, list(m.parameters()), retain_graph=True)
+                torch.autograd.grad(m(x).sum(), [m[0].weight])
+                for p, grad in zip(m.parameters(), before, strict=True):
+                    assert (p.grad is None) == (grad is None)
+                    assert grad is None or torch.equal(p.grad, grad)
+            loss.backward()
+    assert not sums._before
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert error(p.grad, q.grad) < 0.02  # the same sums, though of other random bits
+        assert p.grad.norm() > 1.5 * torch.autograd.grad(model(x).sum(), [p])[0].norm()
+
+
+def error(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one.double() - other.double()).norm() / other.double().norm())
+
+
+def test_a_failed_backward_loses_nothing() -> None:
+    model = small()
+    StochasticSums(model)
+    micro_batches(model, 3)
+    before = {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    def fails(gradient):
+        raise ValueError("of somebody")
+
+    handle = model[0].weight.register_hook(fails)
+    with pytest.raises(ValueError, match="of somebody"):
+        model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
+    handle.remove()
+    exact = micro_batches(model, 1)
+    assert error(model[0].weight.grad, before["0.weight"].double() + exact["0.weight"]) < 0.02
+
+
+def test_a_model_is_freed(tiny, tmp_path) -> None:
+    """Also by the reference counts alone: the garbage collector does not see into hooks."""
+    for trained in (False, True):
+        model = tiny.model(dtype="bfloat16")
+        if trained:
+            trainer = settings(tiny, tmp_path, "gradient_dtype=stochastic", model=model, max_steps=1)
+            del trainer
+        else:
+            StochasticSums(model)
+            tokens = tiny.data(1)[0]["input_ids"][None]
+            for _ in range(2):
+                model(input_ids=tokens, labels=tokens).loss.backward()
+        refs = [weakref.ref(p) for p in model.parameters()]
+        del model
+        gc.collect()
+        assert not any(ref() is not None for ref in refs), trained
+
+
+def test_saved_whole_and_copied(tiny, tmp_path) -> None:
+    """The copy adds as torch does, until a Trainer takes it."""
+    model = settings(tiny, tmp_path, "gradient_dtype=stochastic", max_steps=1).model
+    torch.save(model, tmp_path / "model.pt")
+    for other in (torch.load(tmp_path / "model.pt", weights_only=False), copy.deepcopy(model)):
+        assert sums_of(other) is None
+        again = settings(tiny, tmp_path, "gradient_dtype=stochastic", model=other, max_steps=1)
+        assert sums_of(again.model) is not None
+
+
+@pytest.mark.parametrize("first", ["model", "fp32", "stochastic"])
+@pytest.mark.parametrize("then", ["model", "fp32", "stochastic", "auto"])
+def test_the_next_training_adds_as_it_says(tiny, tmp_path, first, then) -> None:
+    def train(how, model=None):
+        return settings(tiny, tmp_path, f"gradient_dtype={how}", model=model, max_steps=2).model
+
+    model = train(first)
+    found = train(then, model)
+    wide = {getattr(p, "grad_dtype", p.dtype) for p in found.parameters()}
+    assert wide == {torch.float32 if then in ("fp32", "auto") else torch.bfloat16}
+    assert (sums_of(found) is not None) == (then == "stochastic")
+    other = train(then, copy.deepcopy(train(first)))
+    assert tiny.equal_bits(tiny.weights(found), tiny.weights(other))
+
+
+def test_what_others_have_set_stays(tiny, tmp_path) -> None:
+    model = tiny.model(num_hidden_layers=3, dtype="bfloat16")
+    if not hasattr(model.lm_head.weight, "grad_dtype"):
+        pytest.skip("this torch has no grad_dtype")
+    for p in model.parameters():
+        p.grad_dtype = torch.float32
+    settings(tiny, tmp_path, "gradient_dtype=model", model=model, max_steps=1)
+    assert {p.grad_dtype for p in model.parameters()} == {torch.float32}
+
+
 def settings(tiny, folder, optim_args, model=None, **changes):
     changes = {"optim": "cpu_adam4bit", "gradient_accumulation_steps": 4, **changes}
     model = tiny.model(num_hidden_layers=3, dtype="bfloat16") if model is None else model
@@ -219,7 +316,7 @@ def test_attached_loaded_and_detached(tiny, tmp_path) -> None:
     tokens = tiny.data(1)[0]["input_ids"][None]
     for _ in range(2):
         model(input_ids=tokens, labels=tokens).loss.backward()
-    assert len(sums_of(model)._counts) == len(list(model.parameters()))
+    assert sums_of(model)._counts.keys() == set(range(len(list(model.parameters()))))
     assert set(sums_of(model)._counts.values()) == {(1, 1)}
     # A model that the user has attached without takes it from the Trainer.
     model = tiny.model(num_hidden_layers=3, dtype="bfloat16")
