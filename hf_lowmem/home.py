@@ -105,14 +105,14 @@ class Homes:
         Args:
             work: (parameter, its state, bits of the master that it is to have; None for a weight that is its own).
         """
-        fresh, rewritten = [], self._rewritten_on_gpu([p for p, _, _ in work if not p.is_cpu])
+        fresh, rewritten = [], self._rewritten_on_gpu([p for p, _, _ in work if p.device.type != "cpu"])
         for p, state, wanted in work:
             home, now = self._of.get(p), mark(p)
             if home is None or home.seen[2:] != now[2:]:  # another shape, layout, dtype or device
                 fresh.append((p, state, wanted))
             elif home.seen != now or (rewritten and p in rewritten) or wanted != _master_bits(p, state):
                 take_weight(p, state, home, home, wanted)
-            elif p.is_cpu and (home.copy is not None or not p.is_contiguous()):
+            elif p.device.type == "cpu" and (home.copy is not None or not p.is_contiguous()):
                 # the parameter is not what the kernel reads: it may differ unnoticed
                 take_weight(p, state, home, home, wanted)
         places = self._residents([p for p, _, _ in fresh])
