@@ -25,7 +25,7 @@ from .plan import Footprint, Plan, footprint, spread
 from .scaler import wait_for_scales
 from .shelf import RamShelf
 from .stream import AHEAD, Streamer
-from .sums import StochasticSums, forget_sums
+from .sums import StochasticSums, forget_sums, sums_of
 
 # Trained parameters that take no more than this share of a block's bytes, beside frozen ones, stay on the device: they
 # are adapters or norms, which many small copies would hold up more than their bytes are worth.
@@ -43,7 +43,7 @@ def attach(model: nn.Module, config: LowMemConfig, device: torch.device | str | 
     Args:
         model: a model of transformers, or one with an ``nn.ModuleList`` of equal blocks; also within PEFT's wrappers.
             Its dtypes are final: cast it before.
-        config: ``offload`` and ``debug`` are read.
+        config: ``offload``, ``gradient_dtype`` and ``debug`` are read.
         device: where it computes. None: the current CUDA device, or host memory where there is none.
 
     Returns:
@@ -61,16 +61,17 @@ def attach(model: nn.Module, config: LowMemConfig, device: torch.device | str | 
             f'attach takes a LowMemConfig, not {config!r}: write attach(model, LowMemConfig(offload="cpu"))'
         )
     where = device_or_default(device)
-    share = share_of(config, where)
+    share, attached = share_of(config, where), streamer_of(model) is not None
+    if not attached:
+        widen_gradients(model, config, where)
     if share == 0:
         model.to(where)
         return None
-    if streamer_of(model) is not None:
+    if attached:
         raise ValueError(
             f"{type(model).__name__}, or a model within it or around it, is attached already: call detach(model) "
             "before it is attached anew"
         )
-    widen_gradients(model, config, where)
     blocks = streamed_blocks(model, share)
     check_room(model, blocks, config, where)
     return hang(model, blocks, where, config.debug)
@@ -100,6 +101,14 @@ def widen_gradients(model: nn.Module, config: LowMemConfig, device: torch.device
                     f"{', or call model.zero_grad() first' if p.grad is not None else ', or install a newer torch'}"
                 )
             p.grad_dtype = torch.float32
+
+
+def gradients_are_as_wanted(model: nn.Module, config: LowMemConfig) -> bool:
+    """Whether gradients of a model are added as ``gradient_dtype`` says."""
+    wide = bool(vars(model).get(_WIDENED, False))
+    stochastic = sums_of(model) is not None
+    wanted = {"model": True, "fp32": wide, "stochastic": stochastic, "auto": wide or stochastic}
+    return wanted[config.gradient_dtype]
 
 
 def _narrow_gradients(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.trainer import Trainer
 from transformers.training_args import TrainingArguments
 
-from .attachment import device_or_default, share_of, streamer_of
+from .attachment import device_or_default, gradients_are_as_wanted, share_of, streamer_of
 from .checks import check_model
 from .config import DEFAULT_OPTIM, OPTIM_BITS, LowMemConfig, merge
 from .optim import LowBitAdamW, param_bits
@@ -81,7 +81,8 @@ def _check_offload(config: LowMemConfig, model: nn.Module | None) -> None:
     ours = {
         "micro_batch_size": config.micro_batch_size is not None,
         "offload_activations": bool(config.offload_activations),
-        "gradient_dtype": config.gradient_dtype != "model" and (model is None or streamer_of(model) is None),
+        "gradient_dtype": config.gradient_dtype != "model"
+        and (model is None or (streamer_of(model) is None and not gradients_are_as_wanted(model, config))),
     }
     wanted = ", ".join(name for name, is_set in ours.items() if is_set)
     if wanted:

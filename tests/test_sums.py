@@ -12,7 +12,7 @@ import torch
 from tiny_model import save_tiny_model
 from torch import nn
 
-from hf_lowmem import LowMemConfig, LowMemTrainer, attach, load
+from hf_lowmem import LowMemConfig, LowMemTrainer, attach, create_optimizer, load
 from hf_lowmem import sums as module
 from hf_lowmem.attachment import detach
 from hf_lowmem.sums import StochasticSums, add_stochastic, forget_sums, sums_of
@@ -324,3 +324,23 @@ def test_attached_loaded_and_detached(tiny, tmp_path) -> None:
     late = settings(tiny, tmp_path, "offload=cpu,gradient_dtype=stochastic", model=model)
     plain = settings(tiny, tmp_path, "offload=cpu,gradient_dtype=stochastic")
     assert tiny.equal_bits(tiny.weights(plain.model), tiny.weights(late.model))
+
+
+@pytest.mark.parametrize("how", ["model", "fp32", "stochastic", "auto"])
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_a_loop_of_ones_own(tiny, how, offload) -> None:
+    """One config for attach and for the optimizer, streamed or not."""
+    config = LowMemConfig(offload=offload, gradient_dtype=how)
+    model = tiny.model(dtype="bfloat16")
+    if how != "model":
+        with pytest.raises(ValueError, match=r"gradient_dtype changes what happens|streams a model's blocks"):
+            create_optimizer(model, config)
+    attach(model, config, "cpu")
+    optimizer = create_optimizer(model, config)
+    tokens = tiny.data(1)[0]["input_ids"][None]
+    for _ in range(2):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    grads = {p.grad.dtype for p in model.parameters()}
+    assert grads == {torch.float32 if how in ("fp32", "auto") else torch.bfloat16}
+    assert (sums_of(model) is not None) == (how == "stochastic")
+    optimizer.step()
