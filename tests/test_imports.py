@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "kernels.triton_adam": {"codec", "kernels.adam", "kernels.triton_kernel"},
     "kernels.triton_kernel": set(),
     "kernels.int8": {"codec"},
-    "kernels.triton_int8": {"kernels.int8"},
+    "kernels.triton_int8": {"kernels.int8", "kernels.triton_kernel"},
     "lowbit": {"codec", "kernels.__init__", "kernels.int8", "kernels.triton_int8"},
     "state": {"codec"},
     "late": set(),

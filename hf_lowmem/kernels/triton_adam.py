@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .. import codec
 from .adam import AdamConstants, AdamTensor
-from .triton_kernel import adam_kernel
+from .triton_kernel import adam_kernel, signed
 
 TILE = 1024  # values that a program steps at once
 LEAST = 4  # tensors that are worth a table
@@ -114,7 +114,7 @@ def _launch_of(t: AdamTensor, skipped: Tensor) -> _Launch:
         tensors,
         pointers,
         functools.reduce(operator.or_, pointers) % 16 == 0,
-        (t.start // block, _signed(t.key), _signed(t.key >> 32)),
+        (t.start // block, signed(t.key), signed(t.key >> 32)),
         _shared(t.constants, t.grad.dtype),
         types,
     )
@@ -130,11 +130,6 @@ def _grad_limit(constants: AdamConstants, dtype: torch.dtype) -> int:
     limit = constants.grad_limit(dtype)
     word = torch.tensor(limit, dtype=torch.int32 if dtype is torch.float32 else torch.int16)
     return int(word.view(dtype).float().view(torch.int32))
-
-
-def _signed(word: int) -> int:
-    """The last 32 bits as a signed number, which Triton takes as one type whatever its size."""
-    return ((word & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
 
 
 def _launch_together(launches: list[_Launch], skipped: Tensor, whole: bool) -> None:

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .int8 import SMALLEST, Rows
+from .triton_kernel import after_draws, signed
 
 CHUNK = 1024  # columns of a row that are there at one time
 # Tiles (rows, columns, depth), warps and stages of a product that are tried for a shape, the first time it comes.
@@ -43,8 +44,8 @@ def quantize_rows(x: Tensor, column_scale: Tensor | None = None, key: int | None
             columns,
             x.stride(0),
             x.stride(1),
-            _signed(number),
-            _signed(number >> 32),
+            signed(number),
+            signed(number >> 32),
             SCALED=column_scale is not None,
             STOCHASTIC=key is not None,
             SMALLEST=SMALLEST,
@@ -71,18 +72,6 @@ def product(a: Rows, b: Rows, dtype: torch.dtype, bias: Tensor | None = None) ->
     return out
 
 
-def _signed(word: int) -> int:
-    """The last 32 bits as a signed number, which Triton takes as one type whatever its size."""
-    return ((word & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
-
-
-@triton.jit
-def _next_draw(x):
-    x = x ^ (x << 13)
-    x = x ^ (x >> 17)
-    return x ^ (x << 5)
-
-
 @triton.jit
 def _words(at, key_low, key_high):
     """16 random bits for the value of each number: codec.Noise.weight_words, value by value."""
@@ -92,10 +81,10 @@ def _words(at, key_low, key_high):
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     x = (x ^ (x >> 16)) ^ key_high.to(tl.uint32, bitcast=True)
-    second = _next_draw(x)
-    third = _next_draw(second)
+    second = after_draws(x, 1)
+    third = after_draws(second, 1)
     draw = within // 32
-    x = tl.where(draw == 0, x, tl.where(draw == 1, second, tl.where(draw == 2, third, _next_draw(third))))
+    x = tl.where(draw == 0, x, tl.where(draw == 1, second, tl.where(draw == 2, third, after_draws(third, 1))))
     return tl.where((within & 1) == 0, x & 0xFFFF, x >> 16).to(tl.int32)
 
 

@@ -17,6 +17,11 @@ import triton
 import triton.language as tl
 
 
+def signed(word: int) -> int:
+    """The last 32 bits as a signed number, which Triton takes as one type whatever its size."""
+    return ((word & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
+
+
 # -- tiles ----------------------------------------------------------------------------------------------------------
 @triton.jit
 def _tile(q00, q10, q01, q11):
@@ -70,7 +75,7 @@ def _lanes(block, key_low, key_high):
 
 
 @triton.jit
-def _after(x, DRAWS: tl.constexpr):
+def after_draws(x, DRAWS: tl.constexpr):
     for _ in tl.static_range(DRAWS):
         x = x ^ (x << 13)
         x = x ^ (x >> 17)
@@ -82,7 +87,7 @@ def _after(x, DRAWS: tl.constexpr):
 def _each_pair(x, EACH: tl.constexpr, PAIRS: tl.constexpr):
     """Lanes for each pair, of which every one takes EACH draws before the next."""
     if PAIRS == 2:
-        x = tl.where(tl.reshape(tl.arange(0, 2), (1, 2, 1, 1, 1)) == 0, x, _after(x, EACH))
+        x = tl.where(tl.reshape(tl.arange(0, 2), (1, 2, 1, 1, 1)) == 0, x, after_draws(x, EACH))
     return x
 
 
@@ -96,8 +101,8 @@ def _words(x, MASK: tl.constexpr):
 @triton.jit
 def _weight_words(x):
     """16 bits for every value of a tile, of four draws."""
-    y, z = _after(x, 1), _after(x, 2)
-    return _tile(_words(x, 0xFFFF), _words(y, 0xFFFF), _words(z, 0xFFFF), _words(_after(z, 1), 0xFFFF))
+    y, z = after_draws(x, 1), after_draws(x, 2)
+    return _tile(_words(x, 0xFFFF), _words(y, 0xFFFF), _words(z, 0xFFFF), _words(after_draws(z, 1), 0xFFFF))
 
 
 @triton.jit
@@ -114,7 +119,7 @@ def _half_bytes(x):
 def _rounding_bytes(x):
     """8 bits for every value of a tile, of two draws: for m, for v and for the extension."""
     lower0, upper0, first0, rest0 = _half_bytes(x)
-    lower1, upper1, first1, rest1 = _half_bytes(_after(x, 1))
+    lower1, upper1, first1, rest1 = _half_bytes(after_draws(x, 1))
     m, v = _tile(lower0, upper0, lower1, upper1), _tile(upper0, lower0, upper1, lower1)
     return m, v, _tile(first0, rest0, first1, rest1)
 
@@ -392,7 +397,7 @@ def adam_kernel(
     write, write_block = bad == 0, there & (bad == 0)
     if STOCHASTIC or EXTENDED or BITS != 32:
         lanes = _lanes(block, key_low, key_high)
-        m_noise, v_noise, w_noise = _rounding_bytes(_each_pair(_after(lanes, FIRST), 2, PAIRS))
+        m_noise, v_noise, w_noise = _rounding_bytes(_each_pair(after_draws(lanes, FIRST), 2, PAIRS))
     if EXTENDED:
         out, extension = _split(w, w_noise, WEIGHT)
         _store(weight_ptr + start, at, left, out.to(tl.int16), write)
