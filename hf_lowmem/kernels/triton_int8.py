@@ -68,7 +68,8 @@ def product(a: Rows, b: Rows, dtype: torch.dtype, bias: Tensor | None = None) ->
 
     tensors = [out if x is None else x for x in (a.scale, b.scale, bias)]
     given = [x is not None for x in (a.scale, b.scale, bias)]
-    _product[grid](a.codes, b.codes, *tensors, out, m, n, k, *a.codes.stride(), *b.codes.stride(), *given)
+    sizes = (m, n, k, *a.codes.stride(), *b.codes.stride())
+    _product[grid](a.codes, b.codes, *tensors, out, *sizes, *given, enable_fp_fusion=False)
     return out
 
 
