@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_lowmem.demo_data import find_model, heldout_split, read_texts
+from hf_lowmem.lowbit import dequantize, rounding_of
 
 SEQ, BATCH, HELDOUT = 512, 16, 256
 Step = Callable[[float], None]  # one optimizer step at a learning rate; the gradients are in the model
@@ -71,7 +72,11 @@ class Finetune:
             self.loss(self.train[picked]).backward()
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             step(rate)
-        return self.evaluate()
+        found = self.evaluate()
+        if rounding_of(self.model) is not None:  # what is saved computes in bf16 again
+            dequantize(self.model)
+            print(f"evaluated in integers {found:.5f}, in bf16 {self.evaluate():.5f}")
+        return found
 
     @torch.no_grad()
     def reset(self) -> None:

@@ -18,6 +18,7 @@ import torch
 from finetune import Finetune, Step, compare, table
 
 from hf_lowmem.kernels import native
+from hf_lowmem.lowbit import dequantize, quantize, rounding_of
 from hf_lowmem.optim import LowBitAdamW, param_bits
 
 
@@ -45,7 +46,12 @@ def over_masters(data: Finetune, make: Callable[[list], torch.optim.Optimizer], 
     return step
 
 
-def ours(data: Finetune, seed: int, state_bits: int, master_bits: int) -> Step:
+def ours(data: Finetune, seed: int, state_bits: int, master_bits: int, **compute: str) -> Step:
+    if compute:
+        quantize(data.model, **compute)
+        rounding = rounding_of(data.model)
+        assert rounding is not None
+        rounding.seed, rounding.step = seed, 0
     bits = param_bits(data.model, state_bits)
     optimizer = LowBitAdamW(
         data.params.values(),
@@ -60,6 +66,8 @@ def ours(data: Finetune, seed: int, state_bits: int, master_bits: int) -> Step:
     def step(lr: float) -> None:
         optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
+        if compute:
+            rounding.step += 1
 
     return step
 
@@ -71,6 +79,8 @@ def recipes(data: Finetune) -> dict[str, Callable[[int], Step]]:
     found = {
         "fp32 states, fp32 weights (torch AdamW)": lambda seed: over_masters(data, adamw, None),
         "4-bit, 24-bit master (default)": lambda seed: ours(data, seed, 4, 24),
+        "int8 products, 4-bit, 24-bit master": lambda seed: ours(data, seed, 4, 24, grad_weight="int8"),
+        "int8 products but for weight gradients": lambda seed: ours(data, seed, 4, 24, grad_weight="model"),
         "8-bit, 24-bit master": lambda seed: ours(data, seed, 8, 24),
         "4-bit, 16-bit weights, stochastic": lambda seed: ours(data, seed, 4, 16),
         "32-bit, 16-bit weights, stochastic": lambda seed: ours(data, seed, 32, 16),
@@ -82,7 +92,17 @@ def recipes(data: Finetune) -> dict[str, Callable[[int], Step]]:
         found["torchao AdamW4bit, fp32 weights"] = lambda seed: over_masters(
             data, lambda params: AdamW4bit(params, lr=1e-4, weight_decay=0.0), None
         )
-    return found
+    return {name: plain(data, make) for name, make in found.items()}
+
+
+def plain(data: Finetune, make: Callable[[int], Step]) -> Callable[[int], Step]:
+    """A recipe that starts from a model that computes in its own dtype."""
+
+    def made(seed: int) -> Step:
+        dequantize(data.model)
+        return make(seed)
+
+    return made
 
 
 SMALL_LR = ("fp32 states", "4-bit, 24")  # the recipes that matter there

@@ -8,6 +8,7 @@ uncapped card, forward and backward, without any optimizer. Then each of the run
 
     forward      forward and backward alone, without an optimizer
     early        max_grad_norm=0: updated during backward
+    int8         compute="int8"
     activations  offload_activations=true
     micro=N      micro_batch_size=N
     parts=N      gradient_accumulation_steps=N, with N-ths of the batch
@@ -114,7 +115,7 @@ def result(times: list[float], loss: float, note: str = "") -> Run:
     return Run(statistics.median(times[WARM_UP:] or times), loss, gpu, reserved, rss, peak, note)
 
 
-def forward_and_backward(args: argparse.Namespace, tokens: torch.Tensor, offload: str) -> Run:
+def forward_and_backward(args: argparse.Namespace, tokens: torch.Tensor, offload: str, options: set[str]) -> Run:
     """Steps without an optimizer."""
     model = make_model(args)
     checkpointed = model.get_base_model() if args.lora else model
@@ -122,7 +123,7 @@ def forward_and_backward(args: argparse.Namespace, tokens: torch.Tensor, offload
         getattr(checkpointed, "activation_checkpointing_enable", None) or checkpointed.gradient_checkpointing_enable
     )
     enable({"use_reentrant": False})
-    attach(model, LowMemConfig(offload=offload), DEVICE)
+    attach(model, LowMemConfig(offload=offload, compute="int8" if "int8" in options else "model"), DEVICE)
     use_chunked_loss(model)
     reset_peaks()
     times, loss = [], torch.zeros(())
@@ -219,6 +220,7 @@ def trained(args: argparse.Namespace, tokens: torch.Tensor, offload: str, option
             offload=offload,
             gpu_memory=args.cap,
             offload_activations=True if "activations" in options else None,
+            compute="int8" if "int8" in options else "model",
             micro_batch_size=number("micro", None),
         )
         torch.cuda.set_per_process_memory_fraction(1.0)  # the cap is for training; a real model comes from a disk
@@ -264,7 +266,7 @@ def main() -> None:
     for name in ("none:forward", *args.runs):
         offload, *options = name.split(":")
         if "forward" in options:
-            run = forward_and_backward(args, tokens, offload)
+            run = forward_and_backward(args, tokens, offload, set(options))
         else:
             run = trained(args, tokens, offload, set(options))
         reset_peaks()

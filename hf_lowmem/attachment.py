@@ -20,6 +20,7 @@ from .config import LowMemConfig
 from .layer import gradient_dtype
 from .link import CudaLink, HostLink
 from .loss import use_stock_loss
+from .lowbit import use_compute
 from .memory import ram_bytes, use_expandable_segments
 from .plan import Footprint, Plan, footprint, spread
 from .scaler import wait_for_scales
@@ -43,7 +44,7 @@ def attach(model: nn.Module, config: LowMemConfig, device: torch.device | str | 
     Args:
         model: a model of transformers, or one with an ``nn.ModuleList`` of equal blocks; also within PEFT's wrappers.
             Its dtypes are final: cast it before.
-        config: ``offload``, ``gradient_dtype`` and ``debug`` are read.
+        config: ``offload``, ``gradient_dtype``, ``compute``, ``grad_weight`` and ``debug`` are read.
         device: where it computes. None: the current CUDA device, or host memory where there is none.
 
     Returns:
@@ -64,6 +65,7 @@ def attach(model: nn.Module, config: LowMemConfig, device: torch.device | str | 
     share, attached = share_of(config, where), streamer_of(model) is not None
     if not attached:
         widen_gradients(model, config, where)
+        use_compute(model, config, where)
     if share == 0:
         model.to(where)
         return None

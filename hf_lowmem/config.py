@@ -107,6 +107,10 @@ class LowMemConfig:
             parameter, in which those of several micro-batches are added without rounding them to 16 bits.
             ``"stochastic"``: two bytes, each sum rounded stochastically. ``"auto"``: with several micro-batches fp32
             if host memory has room for that, or else stochastic.
+        compute: what linear layers compute their products in, forward and backward: ``"model"``, the dtype of their
+            weights and activations; ``"int8"``, 8-bit integers; ``"auto"``, ``"int8"`` on a GPU where that is fast.
+        grad_weight: with ``compute="int8"``, what the products that make weight gradients are computed in: ``"int8"``
+            too, or ``"model"``.
         micro_batch_size: samples of a batch that a checkpointed block computes at a time, while its weights are on the
             device. None: all. Instead of ``gradient_accumulation_steps``, where blocks are streamed.
         debug: fill the device's memory of a block with NaN when it has been used, so that whoever reads it too late
@@ -154,6 +158,10 @@ class LowMemConfig:
     gradient_dtype: str = field(
         default="model", metadata={"help": "How gradients are accumulated: model, fp32, stochastic or auto."}
     )
+    compute: str = field(default="model", metadata={"help": "What linear layers compute in: model, int8 or auto."})
+    grad_weight: str = field(
+        default="int8", metadata={"help": "What they compute weight gradients in then: int8 or model."}
+    )
     micro_batch_size: int | None = field(
         default=None, metadata={"help": "Samples that a block computes at a time; default: all of a batch."}
     )
@@ -170,11 +178,11 @@ class LowMemConfig:
         if self.seed is not None:
             self._check_integer("seed", 0, 2**63 - 1, "leave it out for that of TrainingArguments")
         self._check_integer("max_skipped_steps", 1, None, "1 ends the training at the first skipped step")
-        if self.gradient_dtype not in ("model", "fp32", "stochastic", "auto"):
-            raise ValueError(
-                f'gradient_dtype={self.gradient_dtype!r} is none that gradients are accumulated in: write "fp32", '
-                '"stochastic" or "auto", or leave it out for that of the weights'
-            )
+        self._check_word(
+            "gradient_dtype", ("fp32", "stochastic", "auto", "model"), "that gradients are accumulated in"
+        )
+        self._check_word("compute", ("int8", "auto", "model"), "that linear layers compute in")
+        self._check_word("grad_weight", ("int8", "model"), "that weight gradients are computed in")
         if self.micro_batch_size is not None:
             self._check_integer("micro_batch_size", 1, None, "leave it out for whole batches")
         parse_bytes(self.staging_memory, "staging_memory")
@@ -222,6 +230,14 @@ class LowMemConfig:
         if isinstance(value, bool) or value not in choices:
             wanted = ", ".join(map(str, choices[:-1])) + f" or {choices[-1]}"
             raise ValueError(f"{name}={value!r} is not a width that exists: write {name}={wanted} ({hint})")
+
+    def _check_word(self, name: str, choices: tuple[str, ...], what: str) -> None:
+        value = getattr(self, name)
+        if value not in choices:
+            wanted = ", ".join(f'"{word}"' for word in choices[:-1]) + f' or "{choices[-1]}"'
+            raise ValueError(
+                f'{name}={value!r} is none {what}: write {wanted} ("model" is the dtype that the model has)'
+            )
 
     def _check_integer(self, name: str, low: int, high: int | None, hint: str) -> None:
         value = getattr(self, name)
@@ -346,7 +362,7 @@ def _value(key: str, value: Any) -> Any:
         raise ValueError(f"optim_args sets {key}, which is a flag of TrainingArguments: write {flag} there instead")
     if key not in _fields():
         raise ValueError(f"optim_args has the unknown key {key!r}{_meant(key)}: the keys are {_listed()}")
-    if not isinstance(value, str) or key in ("staging_memory", "offload", "gradient_dtype"):
+    if not isinstance(value, str) or key in ("staging_memory", "offload", "gradient_dtype", "compute", "grad_weight"):
         return value
     optional = ("threads", "seed", "gpu_memory", "cpu_memory", "offload_activations", "micro_batch_size")
     if key in optional and value.lower() == "none":

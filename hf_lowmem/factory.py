@@ -12,6 +12,7 @@ from transformers.training_args import TrainingArguments
 from .attachment import device_or_default, gradients_are_as_wanted, share_of, streamer_of
 from .checks import check_model
 from .config import DEFAULT_OPTIM, OPTIM_BITS, LowMemConfig, merge
+from .lowbit import rounding_of
 from .optim import LowBitAdamW, param_bits
 
 
@@ -79,6 +80,7 @@ def _check_offload(config: LowMemConfig, model: nn.Module | None) -> None:
             "the model is moved to the GPU"
         )
     ours = {
+        "compute": config.compute == "int8" and (model is None or rounding_of(model) is None),
         "micro_batch_size": config.micro_batch_size is not None,
         "offload_activations": bool(config.offload_activations),
         "gradient_dtype": config.gradient_dtype != "model"

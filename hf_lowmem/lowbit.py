@@ -1,18 +1,19 @@
 """Linear layers whose products run in 8-bit integers, forward and backward. Their weights stay what they are.
 
-    output      = q(x) @ q(w).T          a scale for each token and each output
-    grad_input  = q(g * s) @ codes of w   s: the scales of w's rows, so that the same codes serve both ways
-    grad_weight = g.T @ x                in the tokens' own dtype, or q(g.T) @ q(x.T).T
+    output      = q(x) @ q(w).T           a scale for each token and each output
+    grad_input  = q(g * s) @ codes of w    s: the scales of w's rows, so that the same codes serve both ways
+    grad_weight = q(g).T @ q(x)            a scale for each output and each input; or in the tokens' own dtype
 
 Inputs and weights are rounded to nearest, gradients stochastically: a gradient's mean is then what it would be with
-the rounded weights, and errors do not add up over the steps. Weights are rounded anew in each pass, so nothing has to
-be told that an optimizer, or a streamer, has changed them.
+the rounded inputs and weights, and errors do not add up over the steps. Weights are rounded anew in each pass, so nothing
+has to be told that an optimizer, or a streamer, has changed them. Layers that read the same tensor share its codes.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -22,9 +23,11 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from . import codec
+from .config import LowMemConfig
 from .kernels import int8
 from .kernels.int8 import Rows
 
+FEW = 16  # tokens up to which a layer that is not trained computes as it did: to read its weight once is all the work
 LEAST = 64  # inputs or outputs of a layer under which integers cost more than they bring: adapters, routers
 _SALT = 0xBB67AE8584CAA73B  # so that the optimizer's noise, of the same seed and step, is another
 _BACKWARDS = 1 << 32  # keys of one step
@@ -56,21 +59,50 @@ def engine_of(device: torch.device) -> ModuleType:
 def goes_wrong(engine: ModuleType, device: torch.device) -> str | None:
     """What an engine computes differently on a device from the reference; None if nothing."""
     generator = torch.Generator().manual_seed(1)
-    x, w = (torch.randn(rows, 200, generator=generator).bfloat16() for rows in (37, 50))
-    for key in (None, 5):
-        pairs = [(engine.quantize_rows(m.to(device), None, key), int8.quantize_rows(m, None, key)) for m in (x, w)]
-        both: list[tuple[Any, Any]] = [(a.codes, b.codes) for a, b in pairs] + [(a.scale, b.scale) for a, b in pairs]
-        same = all(torch.equal(one.cpu(), two) for one, two in both)
-        (a, b), (c, d) = pairs
-        found = engine.product(a, c, torch.float32).cpu()
-        if not same or not torch.equal(found, int8.product(b, d, torch.float32)):
-            return "it computes other bits than it should: please report this"
-    return None
+    x, w = (torch.randn(rows, 200, generator=generator).bfloat16() for rows in (37, 48))
+    results = []
+    for module, place in ((engine, device), (int8, torch.device("cpu"))):
+        tokens, weight = x.to(place), w.to(place)
+        rows, columns = module.quantize_both(tokens, torch.linspace(0.5, 2, 200).to(place), 5)
+        plain = module.quantize_rows(weight)
+        turned = module.turned_codes(weight, plain.scale)
+        out = module.product(rows, plain, torch.float32)
+        found = (rows.codes, rows.scale, columns.codes, columns.scale, plain.codes, plain.scale, turned, out)
+        results.append([one.cpu() for one in found])
+    same = all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    return None if same else "it computes other bits than it should: please report this"
 
 
-# -- random bits --------------------------------------------------------------------------------------------------
+# -- what a model's layers share ------------------------------------------------------------------------------------
+class _Columns:
+    """The columns of one tensor in 8 bits, found by the first layer that needs them and kept until the last."""
+
+    def __init__(self) -> None:
+        self.readers = 0  # layers whose backward will ask
+        self._found: Rows | None = None
+        self._left = 0
+
+    def of(self, tokens: Tensor, engine: ModuleType) -> Rows:
+        if self._found is None:
+            self._found, self._left = engine.quantize_columns(tokens), self.readers
+        found, self._left = self._found, self._left - 1
+        if self._left <= 0:
+            self._found = None
+        return found  # type: ignore[no-any-return]
+
+
+@dataclass
+class _Tokens:
+    """A layer's input."""
+
+    reference: weakref.ref[Tensor]
+    version: int
+    rows: Rows
+    columns: _Columns
+
+
 class Rounding:
-    """The random bits of a model's layers.
+    """What the layers of a model have in common: their random bits, and the input that was read last.
 
     Attributes:
         seed: of all of them.
@@ -82,6 +114,10 @@ class Rounding:
         self.seed = 0
         self.step: int | None = None
         self._counts: dict[int, tuple[int | None, int]] = {}  # by layer: the step, and its backwards so far
+        self._latest: _Tokens | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_latest": None}
 
     def key(self, layer: int) -> int:
         """The key of a layer's next backward."""
@@ -89,6 +125,20 @@ class Rounding:
         count = count + 1 if step == self.step else 0
         self._counts[layer] = self.step, count
         return codec.tensor_key(self.seed ^ _SALT, (self.step or 0) * _BACKWARDS + count, layer)
+
+    def tokens(self, x: Tensor, engine: ModuleType) -> _Tokens:
+        """An input in 8 bits: again what the layer before has found, if it has read the same tensor."""
+        latest = self._latest
+        version = -1 if x.is_inference() else x._version
+        if latest is not None and latest.reference() is x and latest.version == version != -1:
+            return latest
+        rows = engine.quantize_rows(x.reshape(-1, x.shape[-1]))
+        self._latest = found = _Tokens(weakref.ref(x, self._forget), version, rows, _Columns())
+        return found
+
+    def _forget(self, reference: weakref.ref[Tensor]) -> None:
+        if self._latest is not None and self._latest.reference is reference:
+            self._latest = None
 
 
 # -- layers -------------------------------------------------------------------------------------------------------
@@ -113,48 +163,66 @@ class _Linear8(torch.autograd.Function):
     """``x @ w.T + bias`` with products in integers."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _How, tokens: _Tokens) -> Tensor:
         engine = engine_of(x.device)
-        rows = engine.quantize_rows(weight.t() if how.by_input else weight)
-        out = engine.product(engine.quantize_rows(x.reshape(-1, x.shape[-1])), rows, x.dtype, bias)
-        ctx.save_for_backward(x if weight.requires_grad else None, weight)
-        ctx.how, ctx.shape, ctx.bias = how, x.shape, None if bias is None else bias.dtype
+        rows = engine.quantize_columns(weight) if how.by_input else engine.quantize_rows(weight)
+        out: Tensor = engine.product(tokens.rows, rows, x.dtype, bias)
+        trained = ctx.needs_input_grad[1]
+        ctx.save_for_backward(x if trained else None, weight, rows.scale)
+        tokens.columns.readers += trained
+        ctx.how, ctx.shape, ctx.columns = how, x.shape, tokens.columns
+        ctx.bias = None if bias is None else bias.dtype
         return out.view(*x.shape[:-1], len(rows.codes))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight, scale = ctx.saved_tensors
         how, g = ctx.how, gradient.reshape(-1, gradient.shape[-1])
         key, engine = how.rounding.key(how.layer), engine_of(gradient.device)
-        of_x = of_weight = of_bias = None
-        if ctx.needs_input_grad[0]:
-            rows = engine.quantize_rows(weight.t() if how.by_input else weight)
-            grads = engine.quantize_rows(g, rows.scale, codec.mix64(key ^ 1))
-            of_x = engine.product(grads, Rows(rows.codes.t().contiguous(), None), g.dtype).view(ctx.shape)
-        if ctx.needs_input_grad[1]:
+        of_input, of_weight, of_bias = ctx.needs_input_grad[:3]
+        by_columns = of_weight and how.grad_weight == "int8"
+        by_row = by_column = None
+        if of_input and by_columns:
+            by_row, by_column = engine.quantize_both(g, scale, key)
+        elif of_input:
+            by_row = engine.quantize_rows(g, scale, key)
+        elif by_columns:
+            by_column = engine.quantize_columns(g, key)
+        grads: list[Tensor | None] = [None, None, None]
+        if of_input:
+            turned = engine.turned_codes(weight.t() if how.by_input else weight, scale)
+            grads[0] = engine.product(by_row, Rows(turned, None), g.dtype).view(ctx.shape)
+        if of_weight:
             tokens = x.reshape(-1, x.shape[-1])
-            a, b = (tokens, g) if how.by_input else (g, tokens)
-            if how.grad_weight == "int8":
-                keys = (None, codec.mix64(key ^ 2)) if how.by_input else (codec.mix64(key ^ 2), None)
-                of_weight = engine.product(
-                    engine.quantize_rows(a.t(), key=keys[0]), engine.quantize_rows(b.t(), key=keys[1]), weight.dtype
-                )
+            if by_columns:
+                pair = by_column, ctx.columns.of(tokens, engine)
+                grads[1] = engine.product(*(pair[::-1] if how.by_input else pair), weight.dtype)
             else:
-                of_weight = (a.t() @ b).to(weight.dtype)
-        if ctx.needs_input_grad[2]:
-            of_bias = g.sum(0).to(ctx.bias)
-        return of_x, of_weight, of_bias, None
+                grads[1] = (tokens.t() @ g if how.by_input else g.t() @ tokens).to(weight.dtype)
+        if of_bias:
+            grads[2] = g.sum(0).to(ctx.bias)
+        return *grads, None, None
 
 
+@torch.compiler.disable
 def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
     kind = x.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
         with torch.autocast(kind, enabled=False):
-            out: Tensor = _Linear8.apply(x, weight, bias, how)
-            return out
-    return _Linear8.apply(x, weight, bias, how)  # type: ignore[no-any-return]
+            return _applied(x, weight, bias, how)
+    return _applied(x, weight, bias, how)
+
+
+def _applied(x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
+    tokens = how.rounding.tokens(x, engine_of(x.device))
+    return _Linear8.apply(x, weight, bias, how, tokens)  # type: ignore[no-any-return]
+
+
+def _few(module: nn.Module, x: Tensor) -> bool:
+    """Whether a layer generates text, a token at a time."""
+    return not module.training and not torch.is_grad_enabled() and x.numel() <= FEW * x.shape[-1]
 
 
 class Int8Linear(nn.Linear):
@@ -164,6 +232,8 @@ class Int8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """See ``nn.Linear``."""
+        if _few(self, input):
+            return super().forward(input)
         return _apply(input, self.weight, self.bias, self.lowbit)
 
 
@@ -174,6 +244,8 @@ class Int8Conv1D(Conv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         """See ``Conv1D``."""
+        if _few(self, x):
+            return super().forward(x)  # type: ignore[no-any-return]
         return _apply(x, self.weight, self.bias, self.lowbit)
 
 
@@ -181,7 +253,7 @@ class Int8Conv1D(Conv1D):
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: Int8Linear, Conv1D: Int8Conv1D}
 
 
-def quantize(model: nn.Module, compute: str = "int8", grad_weight: str = "model") -> list[str]:
+def quantize(model: nn.Module, compute: str = "int8", grad_weight: str = "int8") -> list[str]:
     """Has a model's linear layers compute their products in integers, from now on.
 
     Left alone are the output head and whatever shares a weight with an embedding, layers of fewer than 64 inputs or
@@ -190,7 +262,7 @@ def quantize(model: nn.Module, compute: str = "int8", grad_weight: str = "model"
     Args:
         model: any model, also one that is streamed. Its parameters stay as they are, and so does what is saved.
         compute: ``"int8"``.
-        grad_weight: the product that makes weight gradients: ``"model"`` for the tokens' own dtype, or ``"int8"``.
+        grad_weight: the product that makes weight gradients: ``"int8"``, or ``"model"`` for the tokens' own dtype.
 
     Returns: the names of the layers.
 
@@ -221,6 +293,21 @@ def quantize(model: nn.Module, compute: str = "int8", grad_weight: str = "model"
             "outputs or more that is a plain nn.Linear or Conv1D"
         )
     return names
+
+
+def use_compute(model: nn.Module, config: LowMemConfig, device: torch.device) -> None:
+    """Has a model compute as ``config.compute`` says. One whose layers compute in integers goes on so."""
+    if chosen_compute(config, device) != "model" and rounding_of(model) is None:
+        quantize(model, "int8", config.grad_weight)
+
+
+def chosen_compute(config: LowMemConfig, device: torch.device) -> str:
+    """``"model"`` or ``"int8"``; ``"auto"`` is ``"int8"`` where that is fast: on GPUs since Ampere, by Triton."""
+    if config.compute != "auto":
+        return config.compute
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return "model"
+    return "model" if engine_of(device) is int8 else "int8"
 
 
 def dequantize(model: nn.Module) -> None:

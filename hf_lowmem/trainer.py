@@ -28,6 +28,7 @@ from .checks import check_gradients, check_model, prepare_training
 from .config import LowMemConfig, merge
 from .factory import adam_settings, our_name, seed_of, state_settings
 from .loss import use_chunked_loss
+from .lowbit import chosen_compute, rounding_of, use_compute
 from .memory import ram_bytes
 from .optim import LowBitAdamW
 from .overlap import (
@@ -127,6 +128,8 @@ class LowMemMixin(_TrainerBase):
         streamer = None if self.model is None else streamer_of(self.model)
         if self.model is not None and (sums := sums_of(self.model)) is not None:
             sums.seed, sums.step = seed_of(self.lowmem, self.args), self.state.global_step
+        if self.model is not None and (rounding := rounding_of(self.model)) is not None:
+            rounding.seed, rounding.step = seed_of(self.lowmem, self.args), self.state.global_step
         if streamer is not None:
             streamer.early = self._unclipped() and self.accelerator.sync_gradients
             streamer.early_norms.clear()
@@ -265,6 +268,10 @@ class LowMemMixin(_TrainerBase):
 
     def _attach(self, model: nn.Module, device: torch.device) -> None:
         share, streamer = share_of(self.lowmem, torch.device(device)), streamer_of(model)
+        if self.lowmem.compute == "auto":
+            self.lowmem = self.lowmem.replaced(compute=chosen_compute(self.lowmem, torch.device(device)))
+            print(f'hf_lowmem: what linear layers compute in: compute="{self.lowmem.compute}"')
+        use_compute(model, self.lowmem, torch.device(device))
         if share and streamer is None:
             attach(model, self.lowmem, device)
         elif share and streamer is not None and len(streamed_blocks(model, share)) != len(streamer.blocks):

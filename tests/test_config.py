@@ -98,12 +98,12 @@ def test_optim_args():
         (
             "cpu_adam4bit",
             "thread=2",
-            "unknown key 'thread' (did you mean threads?): the keys are cpu_memory, debug, gpu_memory",
+            "unknown key 'thread' (did you mean threads?): the keys are compute, cpu_memory, debug, gpu_memory",
         ),
         (
             "cpu_adam4bit",
             "zebra=2",
-            "unknown key 'zebra': the keys are cpu_memory, debug, gpu_memory, gradient_dtype, master_bits",
+            "unknown key 'zebra': the keys are compute, cpu_memory, debug, gpu_memory, grad_weight, gradient_dtype, ",
         ),
         ("cpu_adam4bit", "seed", "'seed', which is not key=value"),
         ("cpu_adam4bit", "seed=", "'seed=', which is not key=value"),

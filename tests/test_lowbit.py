@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
-from hf_lowmem import LowMemTrainer
+from hf_lowmem import LowMemConfig, LowMemTrainer, attach, create_optimizer, lowbit
 from hf_lowmem.kernels import int8
 from hf_lowmem.kernels.int8 import quantize_rows
 from hf_lowmem.lowbit import Int8Linear, dequantize, engine_of, goes_wrong, quantize, rounding_of
@@ -198,11 +198,15 @@ def test_an_engine_is_tried_before_it_is_used(monkeypatch) -> None:
     from hf_lowmem.kernels import triton_int8
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    wrong = SimpleNamespace(quantize_rows=int8.quantize_rows, product=lambda *args: int8.product(*args) + 1)
-    assert "other bits" in goes_wrong(wrong, device)
-    wrong = SimpleNamespace(quantize_rows=lambda x, *args: int8.quantize_rows(2 * x, *args), product=int8.product)
-    assert "other bits" in goes_wrong(wrong, device)
-    assert goes_wrong(int8, device) is None
+    right = {name: getattr(int8, name) for name in ("product", "quantize_both", "quantize_rows", "turned_codes")}
+    for wrong in (
+        {"product": lambda *args: int8.product(*args) + 1},
+        {"quantize_rows": lambda x, *args: int8.quantize_rows(2 * x, *args)},
+        {"quantize_both": lambda x, *args: int8.quantize_both(-x, *args)},
+        {"turned_codes": lambda *args: int8.turned_codes(*args) + 1},
+    ):
+        assert "other bits" in goes_wrong(SimpleNamespace(**{**right, **wrong}), device), wrong
+    assert goes_wrong(SimpleNamespace(**right), device) is None
     assert engine_of(torch.device("cpu")) is int8
     engine_of.cache_clear()
     try:
@@ -220,6 +224,122 @@ def test_the_engine_of_a_gpu() -> None:
     assert engine_of(torch.device("cuda")) is triton_int8
 
 
+# -- what layers share --------------------------------------------------------------------------------------------
+class Siblings(nn.Module):
+    """Three layers that read one tensor, and one that reads another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.readers = nn.ModuleList(nn.Linear(96, 64, bias=False) for _ in range(3))
+        self.last = nn.Linear(64, 64)
+
+    def forward(self, x):
+        a, b, c = (layer(x) for layer in self.readers)
+        return self.last(a * b + c)
+
+
+def counted(monkeypatch, name: str) -> list:
+    calls: list = []
+    stock = getattr(int8, name)
+    monkeypatch.setattr(int8, name, lambda *args, **kwargs: (calls.append(1), stock(*args, **kwargs))[1])
+    return calls
+
+
+def test_layers_that_read_one_tensor_share_its_codes(monkeypatch) -> None:
+    torch.manual_seed(0)
+    model = Siblings()
+    alone = copy.deepcopy(model)
+    quantize(model)
+    x, g = torch.randn(20, 96), torch.randn(20, 64)
+    rows, columns = counted(monkeypatch, "quantize_rows"), counted(monkeypatch, "quantize_columns")
+    out, found = gradients(model, x, g)
+    assert len(rows) == 2 + 4 + 4  # inputs, weights, and in backward gradients
+    assert len(columns) == 2 + 4
+    quantize(alone)
+    monkeypatch.setattr(lowbit.Rounding, "_latest", property(lambda self: None, lambda self, value: None), raising=False)
+    other, expected = gradients(alone, x, g)
+    assert len(columns) == 2 + 4 + 4 + 4
+    assert torch.equal(out, other)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_a_tensor_that_has_changed_is_read_anew() -> None:
+    model, _ = layer(bias=False)
+    x = torch.randn(5, 96)
+    with torch.no_grad():
+        before = model(x)
+        x *= 2
+        assert torch.equal(model(x), 2 * before)
+    with torch.inference_mode():  # whose tensors count no writes
+        y = torch.randn(5, 96)
+        before = model(y)
+        y *= 2
+        assert torch.equal(model(y), 2 * before)
+
+
+def test_nothing_is_kept_of_an_input_that_is_gone() -> None:
+    model, _ = layer()
+    x = torch.randn(5, 96)
+    model(x)
+    rounding = rounding_of(model)
+    assert rounding._latest is not None
+    del x
+    assert rounding._latest is None
+
+
+def test_a_second_backward_through_the_same_graph() -> None:
+    model, _ = layer(bias=False)
+    model[0].lowbit.rounding.step = 0
+    x = torch.randn(20, 96)
+    out = model(x)
+    first = torch.autograd.grad(out.sum(), model[0].weight, retain_graph=True)[0]
+    second = torch.autograd.grad(out.sum(), model[0].weight)[0]
+    assert error(second, first) < 0.02  # with other random bits
+
+
+def test_copied_and_pickled(tmp_path) -> None:
+    model, _ = layer()
+    x = torch.randn(5, 96)
+    out = model(x)
+    torch.save(model, tmp_path / "model.pt")
+    for other in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert type(other[0]) is Int8Linear
+        assert torch.equal(other(x), out)
+        assert rounding_of(other) is not rounding_of(model)
+
+
+def test_text_is_generated_with_the_weights_themselves() -> None:
+    model, reference = layer()
+    token = torch.randn(1, 1, 96)
+    with torch.no_grad():
+        assert not torch.equal(model(token), reference(token))  # as trained
+        assert torch.equal(model.eval()(token), reference(token))
+        assert not torch.equal(model(torch.randn(1, 20, 96)), reference(torch.randn(1, 20, 96)))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_in_a_compiled_model(tiny) -> None:
+    """It runs beside the compiled code, as it is."""
+    torch.manual_seed(0)
+    model = tiny.model(**BIG)
+    quantize(model)
+    model.model.layers[0].self_attn.q_proj.lowbit.rounding.step = 0
+    ids = torch.arange(40).view(2, 20)
+    compiled = torch.compile(model, backend="eager")
+    for run in (model, compiled):
+        model.zero_grad()
+        loss = run(input_ids=ids, labels=ids).loss
+        loss.backward()
+        grads = [p.grad.clone() for p in model.parameters()]
+        if run is model:
+            expected = loss, grads
+            rounding_of(model)._counts.clear()
+    assert torch.equal(loss, expected[0])
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected[1], strict=True))
+
+
+# -- training -----------------------------------------------------------------------------------------------------
 class Quantized(LowMemTrainer):
     """Trains with integer products; its rounding follows the steps."""
 
@@ -246,3 +366,42 @@ def test_it_learns_what_the_plain_model_learns(tiny, tmp_path) -> None:
     losses = [[entry["loss"] for entry in run.state.log_history if "loss" in entry] for run in runs]
     assert losses[1][-1] < 0.9 * losses[1][0]
     assert abs(sum(losses[0]) / sum(losses[1]) - 1) < 0.01
+
+
+@pytest.mark.parametrize("settings", ["compute=int8", "compute=int8,grad_weight=model", "compute=auto"])
+def test_by_a_setting(tiny, tmp_path, settings, capsys) -> None:
+    changes = {"optim": "cpu_adam4bit", "max_steps": 2}
+    run = tiny.fit(LowMemTrainer, tmp_path, model=tiny.model(**BIG), optim_args=settings, **changes)
+    layers = [m for m in run.model.modules() if isinstance(m, Int8Linear)]
+    if settings == "compute=auto":  # there is no GPU that would be fast
+        assert not layers
+        assert capsys.readouterr().out.count('what linear layers compute in: compute="model"') == 1
+        return
+    assert {m.lowbit.grad_weight for m in layers} == {"model" if "model" in settings else "int8"}
+    cls = Quantized if "grad_weight" not in settings else None
+    if cls is not None:
+        other = tiny.fit(cls, tmp_path, model=tiny.model(**BIG), **changes)
+        assert tiny.equal_bits(tiny.weights(run.model), tiny.weights(other.model))
+
+
+def test_saved_and_resumed_as_if_it_had_gone_on(tiny, tmp_path) -> None:
+    changes = {"optim": "cpu_adam4bit", "optim_args": "compute=int8", "gradient_accumulation_steps": 2, "save_steps": 2}
+    whole = tiny.fit(LowMemTrainer, tmp_path, model=tiny.model(**BIG), save_strategy="steps", **changes)
+    checkpoint = str(tmp_path / "checkpoint-2")
+    resumed = tiny.fit(LowMemTrainer, tmp_path, model=tiny.model(**BIG), resume=checkpoint, **changes)
+    assert tiny.equal_bits(tiny.weights(whole.model), tiny.weights(resumed.model))
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert not any(isinstance(m, Int8Linear) for m in plain.modules())
+
+
+def test_own_loops_and_who_does_not_do_it(tiny) -> None:
+    model, config = tiny.model(**BIG), LowMemConfig(compute="int8")
+    with pytest.raises(ValueError, match="compute changes what happens in a training step"):
+        create_optimizer(model, config)
+    attach(model, config, "cpu")
+    assert isinstance(model.model.layers[0].mlp.up_proj, Int8Linear)
+    create_optimizer(model, config)
+    attach(model, config, "cpu")  # it goes on so
+    dequantize(model)
+    attach(model, LowMemConfig(compute="int8", grad_weight="model", offload="cpu"), "cpu")
+    assert model.model.layers[0].mlp.up_proj.lowbit.grad_weight == "model"

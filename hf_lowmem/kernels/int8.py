@@ -1,6 +1,6 @@
 """Products of matrices in 8-bit integers, in plain torch: what every faster kernel equals.
 
-A matrix is written row by row: each row has a scale, its largest magnitude over 127, and codes of -127 .. 127. The
+A matrix is written row by row: each row has a scale, its largest magnitude over 126.99, and codes of -127 .. 127. The
 product of two such matrices is exact in integers; scales and bias are put on it in fp32, each result rounded once more
 to its dtype.
 
@@ -9,6 +9,7 @@ A row that holds an inf or a NaN has a NaN for its scale, so that nothing comput
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +17,13 @@ from torch import Tensor
 
 from .. import codec
 
-LEVELS = 127
-UNIT = 1 / 127  # rounded to fp32: a division by a number is a product with its inverse on some devices
+LEVELS = 127  # the largest code
+# The scale's share of the largest magnitude. A little more than 1 / 127, so that no code needs to be clamped, whatever is
+# added to round it. A division by a number is a product with its inverse on some devices, so it is that everywhere.
+UNIT = 1 / 126.99
 SMALLEST = 2.0**-100  # rows whose largest magnitude is under it are zero: their inverse would leave fp32
 EXACT = 1 << 24  # integers up to this one are exact in fp32
+DEEPEST = 1 << 17  # products of two codes whose sum is sure to be an int32
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,6 @@ class Rows:
         return wide if self.scale is None else wide * self.scale[:, None]
 
 
-@torch.no_grad()
 def quantize_rows(x: Tensor, column_scale: Tensor | None = None, key: int | None = None) -> Rows:
     """A matrix in 8 bits, each value rounded to nearest, ties to even, or stochastically.
 
@@ -48,24 +51,75 @@ def quantize_rows(x: Tensor, column_scale: Tensor | None = None, key: int | None
         x: ``[rows, columns]`` in any float dtype, on any device.
         column_scale: ``float32[columns]`` that ``x`` is multiplied with first, in fp32.
         key: of the random bits (``codec.tensor_key``); None rounds to nearest. Rounded stochastically, a value's mean
-            over the keys is the value, but for 2**-17 of a unit.
+            over the keys is the value, but for 2**-9 of a unit.
     """
-    wide = x.float() if column_scale is None else x.float() * column_scale
+    wide = _wide(x, column_scale)
+    scale = _scale(wide)
+    return Rows(_codes(wide, scale[:, None], _dither(x, key)), scale)
+
+
+def quantize_columns(x: Tensor, key: int | None = None) -> Rows:
+    """The transpose of a matrix in 8 bits: a scale for each column of ``x``.
+
+    Args: see ``quantize_rows``.
+    """
+    wide = _wide(x, None)
+    scale = _scale(wide.t())
+    return Rows(_codes(wide, scale, _dither(x, key)).t().contiguous(), scale)
+
+
+def quantize_both(x: Tensor, column_scale: Tensor | None = None, key: int | None = None) -> tuple[Rows, Rows]:
+    """``quantize_rows(x, column_scale, key)`` and ``quantize_columns(x, key)``, with the same random bits."""
+    return quantize_rows(x, column_scale, key), quantize_columns(x, key)
+
+
+def turned_codes(x: Tensor, scale: Tensor) -> Tensor:
+    """The transpose of the codes that ``quantize_rows`` finds, for a scale that it found.
+
+    Args:
+        x: ``[rows, columns]``.
+        scale: ``float32[rows]``.
+
+    Returns: ``int8[columns, rows]``.
+    """
+    return _codes(_wide(x, None), scale[:, None], None).t().contiguous()
+
+
+@torch.no_grad()
+def _wide(x: Tensor, column_scale: Tensor | None) -> Tensor:
+    return x.float() if column_scale is None else x.float() * column_scale
+
+
+@torch.no_grad()
+def _scale(wide: Tensor) -> Tensor:
+    """Of each row."""
     if not wide.numel():
-        return Rows(torch.zeros(x.shape, dtype=torch.int8, device=x.device), wide.new_zeros(len(x)))
+        return torch.zeros(len(wide), device=wide.device)
     largest = wide.abs().amax(1)
-    largest = torch.where(largest < SMALLEST, 0.0, largest)  # a NaN stays one
-    finite = largest.isfinite()
-    inverse = torch.where(finite & (largest > 0), torch.full_like(largest, LEVELS) / largest, 0.0)
-    units = torch.where(finite[:, None], wide * inverse[:, None], 0.0)
+    scale = torch.where(largest < SMALLEST, 0.0, largest * UNIT)
+    return torch.where(largest.isfinite(), scale, float("nan"))
+
+
+@torch.no_grad()
+def _codes(wide: Tensor, scale: Tensor, dither: Tensor | None) -> Tensor:
+    usable = scale > 0
+    inverse = torch.where(usable, torch.ones_like(scale) / scale, 0.0)
+    units = wide * inverse if dither is None else wide * inverse + dither
+    return torch.where(usable, units.round(), 0.0).to(torch.int8)
+
+
+def _dither(x: Tensor, key: int | None) -> Tensor | None:
+    """Between -0.5 and 0.5, in steps of 2**-8: added before a value is rounded to nearest, that rounds it
+    stochastically. These are the bytes, lowest first, of ``codec.Noise``'s first draw, four values a lane; each row
+    begins with a lane of its own.
+    """
     if key is None:
-        units = units.round()
-    else:
-        blocks = -(-units.numel() // (2 * codec.HALF))
-        words = codec.Noise(key, blocks, x.device).weight_words(2).view(-1)[: units.numel()].view(units.shape)
-        units = (units + (words.float() + 0.5) * 2.0**-16).floor()
-    codes = units.clamp_(-LEVELS, LEVELS).to(torch.int8)
-    return Rows(codes, torch.where(finite, largest * UNIT, float("nan")))
+        return None
+    rows, columns = x.shape
+    quads = (columns + 3) // 4
+    lanes = codec.Noise(key, -(-rows * quads // 16), x.device).draw().view(-1)[: rows * quads]
+    octets = torch.stack([(lanes >> by) & 255 for by in (0, 8, 16, 24)], 1).view(rows, 4 * quads)[:, :columns]
+    return (octets.float() + 0.5) * 2.0**-8 - 0.5
 
 
 @torch.no_grad()
@@ -80,7 +134,25 @@ def product(a: Rows, b: Rows, dtype: torch.dtype, bias: Tensor | None = None) ->
 
     Returns: ``[m, n]``.
     """
-    out = integer_product(a.codes, b.codes).float()
+    if a.codes.shape[1] > DEEPEST:
+        return product_in_parts(product, a, b, dtype, bias)
+    return _scaled(integer_product(a.codes, b.codes).float(), a, b, dtype, bias)
+
+
+@torch.no_grad()
+def product_in_parts(
+    product: Callable[[Rows, Rows, torch.dtype], Tensor], a: Rows, b: Rows, dtype: torch.dtype, bias: Tensor | None
+) -> Tensor:
+    """An engine's ``product`` of matrices whose sums are too long for an int32: parts of them are added in fp32."""
+    total: Tensor | None = None
+    for one, other in zip(a.codes.split(DEEPEST, 1), b.codes.split(DEEPEST, 1), strict=True):
+        part = product(Rows(one, None), Rows(other, None), torch.float32)
+        total = part if total is None else total.add_(part)
+    assert total is not None
+    return _scaled(total, a, b, dtype, bias)
+
+
+def _scaled(out: Tensor, a: Rows, b: Rows, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
     if a.scale is not None:
         out *= a.scale[:, None]
     if b.scale is not None:

@@ -7,7 +7,15 @@ import torch
 
 from hf_lowmem import codec
 from hf_lowmem.kernels import int8
-from hf_lowmem.kernels.int8 import Rows, integer_product, product, quantize_rows
+from hf_lowmem.kernels.int8 import (
+    Rows,
+    integer_product,
+    product,
+    quantize_both,
+    quantize_columns,
+    quantize_rows,
+    turned_codes,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -20,7 +28,7 @@ def matrix(rows: int, columns: int, dtype=torch.float32, seed: int = 0) -> torch
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 100), (17, 64), (5, 257)])
-def test_a_row_keeps_its_largest_and_errs_by_half_a_unit(dtype, shape) -> None:
+def test_largest_is_the_largest_code_and_errors_are_half_a_unit(dtype, shape) -> None:
     x = matrix(*shape, dtype)
     rows = quantize_rows(x)
     assert rows.codes.dtype is torch.int8
@@ -81,6 +89,21 @@ def test_the_largest_numbers() -> None:
     rows = quantize_rows(x)
     assert rows.codes.tolist() == [[127, -127, 0], [127, 0, -127]]
     assert rows.scale.isfinite().all()
+
+
+@pytest.mark.parametrize("key", [None, 3])
+def test_columns_are_rows_of_the_transpose(key) -> None:
+    x, scale = matrix(9, 40), torch.rand(40)
+    columns = quantize_columns(x, key)
+    assert torch.equal(columns.scale, quantize_rows(x.t()).scale)
+    assert columns.codes.is_contiguous()
+    assert ((columns.codes.t() - x / columns.scale).abs() < 1.001).all()
+    if key is None:
+        assert torch.equal(columns.codes, quantize_rows(x.t()).codes)
+        assert torch.equal(turned_codes(x, quantize_rows(x).scale), quantize_rows(x).codes.t())
+    one, other = quantize_both(x, scale, key)
+    assert torch.equal(one.codes, quantize_rows(x, scale, key).codes)
+    assert torch.equal(other.codes, columns.codes)
 
 
 @pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (17, 33, 5), (64, 128, 96), (3, 5000, 2), (0, 8, 3), (2, 0, 3)])
