@@ -1,6 +1,6 @@
 """Linear layers whose products run in 8-bit integers, forward and backward. Their weights stay what they are.
 
-    output      = q(x) @ q(w).T           a scale for each token and each output
+    output      = q(x R) @ q(w R).T       a scale for each token and each output; R: a rotation of the inputs
     grad_input  = q(g * s) @ codes of w    s: the scales of w's rows, so that the same codes serve both ways
     grad_weight = q(g).T @ q(x)            a scale for each output and each input; or in the tokens' own dtype
 
@@ -64,10 +64,10 @@ def goes_wrong(engine: ModuleType, device: torch.device) -> str | None:
     for module, place in ((engine, device), (int8, torch.device("cpu"))):
         tokens, weight = x.to(place), w.to(place)
         rows, columns = module.quantize_both(tokens, torch.linspace(0.5, 2, 200).to(place), 5)
-        plain = module.quantize_rows(weight)
-        turned = module.turned_codes(weight, plain.scale)
-        out = module.product(rows, plain, torch.float32)
-        found = (rows.codes, rows.scale, columns.codes, columns.scale, plain.codes, plain.scale, turned, out)
+        rotated, scale = module.rotated_rows(weight)
+        turned = module.turned_codes(weight, scale)
+        out = module.product(rows, rotated, torch.float32)
+        found = (rows.codes, rows.scale, columns.codes, columns.scale, rotated.codes, rotated.scale, scale, turned, out)
         results.append([one.cpu() for one in found])
     same = all(torch.equal(one, other) for one, other in zip(*results, strict=True))
     return None if same else "it computes other bits than it should: please report this"
@@ -132,7 +132,7 @@ class Rounding:
         version = -1 if x.is_inference() else x._version
         if latest is not None and latest.reference() is x and latest.version == version != -1:
             return latest
-        rows = engine.quantize_rows(x.reshape(-1, x.shape[-1]))
+        rows, _ = engine.rotated_rows(x.reshape(-1, x.shape[-1]))
         self._latest = found = _Tokens(weakref.ref(x, self._forget), version, rows, _Columns())
         return found
 
@@ -165,10 +165,10 @@ class _Linear8(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _How, tokens: _Tokens) -> Tensor:
         engine = engine_of(x.device)
-        rows = engine.quantize_columns(weight) if how.by_input else engine.quantize_rows(weight)
+        rows, scale = engine.rotated_rows(weight.t().contiguous() if how.by_input else weight)
         out: Tensor = engine.product(tokens.rows, rows, x.dtype, bias)
         trained = ctx.needs_input_grad[1]
-        ctx.save_for_backward(x if trained else None, weight, rows.scale)
+        ctx.save_for_backward(x if trained else None, weight, scale)
         tokens.columns.readers += trained
         ctx.how, ctx.shape, ctx.columns = how, x.shape, tokens.columns
         ctx.bias = None if bias is None else bias.dtype

@@ -198,10 +198,10 @@ def test_an_engine_is_tried_before_it_is_used(monkeypatch) -> None:
     from hf_lowmem.kernels import triton_int8
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    right = {name: getattr(int8, name) for name in ("product", "quantize_both", "quantize_rows", "turned_codes")}
+    right = {name: getattr(int8, name) for name in ("product", "quantize_both", "rotated_rows", "turned_codes")}
     for wrong in (
         {"product": lambda *args: int8.product(*args) + 1},
-        {"quantize_rows": lambda x, *args: int8.quantize_rows(2 * x, *args)},
+        {"rotated_rows": lambda x: int8.rotated_rows(2 * x)},
         {"quantize_both": lambda x, *args: int8.quantize_both(-x, *args)},
         {"turned_codes": lambda *args: int8.turned_codes(*args) + 1},
     ):
@@ -210,7 +210,7 @@ def test_an_engine_is_tried_before_it_is_used(monkeypatch) -> None:
     assert engine_of(torch.device("cpu")) is int8
     engine_of.cache_clear()
     try:
-        monkeypatch.setattr(triton_int8, "quantize_rows", lambda *args: 1 / 0)
+        monkeypatch.setattr(triton_int8, "quantize_both", lambda *args: 1 / 0)
         with pytest.warns(RuntimeWarning, match="Triton cannot be used for integer products"):
             assert engine_of(torch.device("cuda")) is int8
     finally:
@@ -251,10 +251,10 @@ def test_layers_that_read_one_tensor_share_its_codes(monkeypatch) -> None:
     alone = copy.deepcopy(model)
     quantize(model)
     x, g = torch.randn(20, 96), torch.randn(20, 64)
-    rows, columns = counted(monkeypatch, "quantize_rows"), counted(monkeypatch, "quantize_columns")
+    rows, columns = counted(monkeypatch, "rotated_rows"), counted(monkeypatch, "quantize_columns")
     out, found = gradients(model, x, g)
-    assert len(rows) == 2 + 4 + 4  # inputs, weights, and in backward gradients
-    assert len(columns) == 2 + 4
+    assert len(rows) == 2 + 4  # inputs and weights
+    assert len(columns) == 2 + 4  # inputs, and in backward gradients
     quantize(alone)
     monkeypatch.setattr(lowbit.Rounding, "_latest", property(lambda self: None, lambda self, value: None), raising=False)
     other, expected = gradients(alone, x, g)

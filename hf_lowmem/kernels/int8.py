@@ -9,6 +9,7 @@ A row that holds an inf or a NaN has a NaN for its scale, so that nothing comput
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -56,6 +57,37 @@ def quantize_rows(x: Tensor, column_scale: Tensor | None = None, key: int | None
     wide = _wide(x, column_scale)
     scale = _scale(wide)
     return Rows(_codes(wide, scale[:, None], _dither(x, key)), scale)
+
+
+@torch.no_grad()
+def rotated_rows(x: Tensor) -> tuple[Rows, Tensor]:
+    """A matrix in 8 bits whose rows are rotated: a few columns of large values do not decide the scale of all.
+
+    The product of two matrices is that of both rotated. A row is cut in n pieces of equal length (``pieces``), which go
+    through a Walsh-Hadamard transform: each becomes a sum of all, with signs, over the root of n. Rotations before
+    quantization: QuaRot (Ashkboos and others 2024).
+
+    Args: see ``quantize_rows``.
+
+    Returns: the matrix, and the scale of its rows as they lie, which ``turned_codes`` takes.
+    """
+    wide = _wide(x, None)
+    number = pieces(x.shape[1])
+    rotated = wide.reshape(len(wide), number, -1) if wide.numel() else wide
+    step = 1
+    while step < number and wide.numel():
+        pair = rotated.view(len(wide), number // (2 * step), 2, step, -1)
+        one, other = pair[:, :, 0], pair[:, :, 1]
+        rotated = torch.stack((one + other, one - other), 2).view(len(wide), number, -1)
+        step *= 2
+    rotated = rotated.reshape(wide.shape)
+    scale = _scale(rotated)
+    return Rows(_codes(rotated, scale[:, None], None), scale / math.isqrt(number)), _scale(wide)
+
+
+def pieces(columns: int) -> int:
+    """In how many pieces a row is cut to be rotated: a power of 4, whose root is exact, of 32 columns or more each."""
+    return next((n for n in (64, 16, 4) if columns % n == 0 and columns >= 32 * n), 1)
 
 
 def quantize_columns(x: Tensor, key: int | None = None) -> Rows:

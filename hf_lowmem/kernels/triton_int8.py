@@ -18,14 +18,14 @@ import triton.language as tl
 from torch import Tensor
 
 from .int8 import DEEPEST, Rows, product_in_parts
-from .triton_rows import ALIGNED, quantize_both, quantize_columns, quantize_rows, turned_codes
+from .triton_rows import ALIGNED, quantize_both, quantize_columns, quantize_rows, rotated_rows, turned_codes
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # before Triton 3.4
     TensorDescriptor = None
 
-__all__ = ["product", "quantize_both", "quantize_columns", "quantize_rows", "turned_codes"]
+__all__ = ["product", "quantize_both", "quantize_columns", "quantize_rows", "rotated_rows", "turned_codes"]
 
 # Tiles (rows, columns, depth), warps and stages of a product. These are tried for a shape, the first time it comes.
 TILES = (

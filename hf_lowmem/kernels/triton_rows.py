@@ -7,12 +7,14 @@ Nothing may be contracted into a fused operation, so all kernels are launched wi
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .int8 import SMALLEST, UNIT, Rows
+from .int8 import SMALLEST, UNIT, Rows, pieces
 from .triton_kernel import signed
 
 WHOLE = 16384  # columns of a row up to which a program holds it
@@ -50,6 +52,36 @@ def quantize_rows(x: Tensor, column_scale: Tensor | None = None, key: int | None
             enable_fp_fusion=False,
         )
     return Rows(codes, scale)
+
+
+def rotated_rows(x: Tensor) -> tuple[Rows, Tensor]:
+    """See ``int8.rotated_rows``."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    rows, columns = x.shape
+    number = pieces(columns)
+    codes = _codes(rows, columns, x.device)
+    scales = torch.zeros(2, rows, device=x.device)
+    if codes.numel():
+        length = columns // number
+        block = triton.next_power_of_2(length)
+        _rotated_rows[(rows,)](
+            x,
+            codes,
+            scales,
+            rows,
+            length,
+            x.stride(0),
+            codes.stride(0),
+            PIECES=number,
+            ROOT=1 / math.isqrt(number),
+            SMALLEST=SMALLEST,
+            UNIT=UNIT,
+            BLOCK=block,
+            num_warps=max(1, min(16, block * number // 2048)),
+            enable_fp_fusion=False,
+        )
+    return Rows(codes, scales[0]), scales[1]
 
 
 def quantize_columns(x: Tensor, key: int | None = None) -> Rows:
@@ -238,6 +270,58 @@ def _whole_rows(
         dither = tl.reshape(dither, (BLOCK,))
     codes = _rounded(x, _inverse(scale), dither, STOCHASTIC)
     tl.store(codes_ptr + row * codes_stride + at, codes, mask=there)
+
+
+@triton.jit
+def _added_and_subtracted(xs, STEP: tl.constexpr, PIECES: tl.constexpr):
+    out = ()
+    for i in tl.static_range(PIECES):
+        if (i // STEP) % 2 == 0:
+            out = out + (xs[i] + xs[i + STEP],)
+        else:
+            out = out + (xs[i - STEP] - xs[i],)
+    return out
+
+
+@triton.jit
+def _top(xs, PIECES: tl.constexpr):
+    top = xs[0].to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    for i in tl.static_range(1, PIECES):
+        top = tl.maximum(top, xs[i].to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    return tl.max(top, axis=0)
+
+
+@triton.jit
+def _rotated_rows(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    rows,
+    length,
+    stride,
+    codes_stride,
+    PIECES: tl.constexpr,
+    ROOT: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A row for each program, its pieces one beside the other: a thread adds and subtracts what it has itself."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    there = at < length
+    xs = ()
+    for i in tl.static_range(PIECES):
+        xs = xs + (tl.load(x_ptr + row * stride + i * length + at, mask=there, other=0.0).to(tl.float32),)
+    tl.store(scales_ptr + rows + row, _scale_of(_top(xs, PIECES), SMALLEST, UNIT))
+    for log in tl.static_range(6):
+        if 2**log < PIECES:
+            xs = _added_and_subtracted(xs, 2**log, PIECES)
+    scale = _scale_of(_top(xs, PIECES), SMALLEST, UNIT)
+    tl.store(scales_ptr + row, scale * ROOT)
+    inverse = _inverse(scale)
+    for i in tl.static_range(PIECES):
+        tl.store(codes_ptr + row * codes_stride + i * length + at, _rounded(xs[i], inverse, 0.0, False), mask=there)
 
 
 @triton.jit

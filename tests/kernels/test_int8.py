@@ -14,6 +14,7 @@ from hf_lowmem.kernels.int8 import (
     quantize_both,
     quantize_columns,
     quantize_rows,
+    rotated_rows,
     turned_codes,
 )
 
@@ -89,6 +90,33 @@ def test_the_largest_numbers() -> None:
     rows = quantize_rows(x)
     assert rows.codes.tolist() == [[127, -127, 0], [127, 0, -127]]
     assert rows.scale.isfinite().all()
+
+
+@pytest.mark.parametrize(("columns", "number"), [(96, 1), (127, 1), (128, 4), (256, 4), (512, 16), (2048, 64), (2056, 4)])
+def test_a_rotation_leaves_products_as_they_are(columns, number) -> None:
+    assert int8.pieces(columns) == number
+    x, w = torch.randn(40, columns), torch.randn(30, columns) / columns**0.5
+    (one, scale), (other, _) = rotated_rows(x), rotated_rows(w)
+    assert torch.equal(scale, quantize_rows(x).scale)
+    exact = x.double() @ w.double().t()
+    assert ((product(one, other, torch.float32) - exact).norm() / exact.norm()) < 0.02
+    x[:, 5] *= 50  # without it, what the other columns hold is lost
+    exact = x.double() @ w.double().t()
+    pairs = {"rotated": (rotated_rows(x)[0], other), "as it lies": (quantize_rows(x), quantize_rows(w))}
+    error = {name: (product(*pair, torch.float32) - exact).norm() for name, pair in pairs.items()}
+    assert error["rotated"] < {1: 1.01, 4: 0.8, 16: 0.5, 64: 0.4}[number] * error["as it lies"]
+
+
+def test_rotated_rows_that_are_not_finite_or_zero() -> None:
+    x = torch.randn(4, 128)
+    x[1], x[2, 7], x[3, 9] = 0, float("nan"), float("inf")
+    rows, scale = rotated_rows(x)
+    for found in (rows.scale, scale):
+        assert found.isnan().tolist() == [False, False, True, True]
+        assert found[1] == 0
+    assert not rows.codes[1].any()
+    for shape in ((0, 128), (3, 0)):
+        assert rotated_rows(torch.zeros(shape))[0].codes.shape == shape
 
 
 @pytest.mark.parametrize("key", [None, 3])
