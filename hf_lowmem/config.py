@@ -178,9 +178,7 @@ class LowMemConfig:
         if self.seed is not None:
             self._check_integer("seed", 0, 2**63 - 1, "leave it out for that of TrainingArguments")
         self._check_integer("max_skipped_steps", 1, None, "1 ends the training at the first skipped step")
-        self._check_word(
-            "gradient_dtype", ("fp32", "stochastic", "auto", "model"), "that gradients are accumulated in"
-        )
+        self._check_word("gradient_dtype", ("fp32", "stochastic", "auto", "model"), "that gradients are accumulated in")
         self._check_word("compute", ("int8", "auto", "model"), "that linear layers compute in")
         self._check_word("grad_weight", ("int8", "model"), "that weight gradients are computed in")
         if self.micro_batch_size is not None:

@@ -33,7 +33,9 @@ MAY_IMPORT = {
     "kernels.int8": {"codec"},
     "kernels.triton_int8": {"kernels.int8", "kernels.triton_rows"},
     "kernels.triton_rows": {"kernels.int8", "kernels.triton_kernel"},
-    "lowbit": {"codec", "config", "kernels.__init__", "kernels.int8", "kernels.triton_int8"},
+    "integers": {"codec", "kernels.__init__", "kernels.int8", "kernels.triton_int8"},
+    "experts": {"codec", "integers"},
+    "lowbit": {"config", "experts", "integers", "kernels.__init__", "kernels.int8"},
     "state": {"codec"},
     "late": set(),
     "head": set(),
@@ -114,6 +116,7 @@ MAY_IMPORT = {
 # The doors: the only modules that know the libraries of Hugging Face.
 DOORS = {
     "attachment",
+    "integers",
     "lowbit",
     "checks",
     "factory",

@@ -11,10 +11,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
-from hf_lowmem import LowMemConfig, LowMemTrainer, attach, create_optimizer, lowbit
+from hf_lowmem import LowMemConfig, LowMemTrainer, attach, create_optimizer
+from hf_lowmem.integers import Int8Linear, Rounding, engine_of, goes_wrong
 from hf_lowmem.kernels import int8
 from hf_lowmem.kernels.int8 import quantize_rows
-from hf_lowmem.lowbit import Int8Linear, dequantize, engine_of, goes_wrong, quantize, rounding_of
+from hf_lowmem.lowbit import dequantize, quantize, rounding_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 BIG = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -256,7 +257,7 @@ def test_layers_that_read_one_tensor_share_its_codes(monkeypatch) -> None:
     assert len(rows) == 2 + 4  # inputs and weights
     assert len(columns) == 2 + 4  # inputs, and in backward gradients
     quantize(alone)
-    monkeypatch.setattr(lowbit.Rounding, "_latest", property(lambda self: None, lambda self, value: None), raising=False)
+    monkeypatch.setattr(Rounding, "_latest", property(lambda self: None, lambda self, value: None), raising=False)
     other, expected = gradients(alone, x, g)
     assert len(columns) == 2 + 4 + 4 + 4
     assert torch.equal(out, other)

@@ -19,8 +19,8 @@ from torch import Tensor
 from .. import codec
 
 LEVELS = 127  # the largest code
-# The scale's share of the largest magnitude. A little more than 1 / 127, so that no code needs to be clamped, whatever is
-# added to round it. A division by a number is a product with its inverse on some devices, so it is that everywhere.
+# The scale's share of the largest magnitude. A little more than 1 / 127, so that no code needs to be clamped, whatever
+# is added to round it. A division by a number is a product with its inverse on some devices, so it is that everywhere.
 UNIT = 1 / 126.99
 SMALLEST = 2.0**-100  # rows whose largest magnitude is under it are zero: their inverse would leave fp32
 EXACT = 1 << 24  # integers up to this one are exact in fp32
@@ -45,7 +45,9 @@ class Rows:
         return wide if self.scale is None else wide * self.scale[:, None]
 
 
-def quantize_rows(x: Tensor, column_scale: Tensor | None = None, key: int | None = None) -> Rows:
+def quantize_rows(
+    x: Tensor, column_scale: Tensor | None = None, key: int | None = None, groups: Tensor | None = None
+) -> Rows:
     """A matrix in 8 bits, each value rounded to nearest, ties to even, or stochastically.
 
     Args:
@@ -53,8 +55,9 @@ def quantize_rows(x: Tensor, column_scale: Tensor | None = None, key: int | None
         column_scale: ``float32[columns]`` that ``x`` is multiplied with first, in fp32.
         key: of the random bits (``codec.tensor_key``); None rounds to nearest. Rounded stochastically, a value's mean
             over the keys is the value, but for 2**-9 of a unit.
+        groups: ``int64[rows]``, for each row which row of a ``column_scale`` of ``[groups, columns]`` it is.
     """
-    wide = _wide(x, column_scale)
+    wide = _wide(x, column_scale if groups is None or column_scale is None else column_scale[groups])
     scale = _scale(wide)
     return Rows(_codes(wide, scale[:, None], _dither(x, key)), scale)
 
@@ -169,6 +172,29 @@ def product(a: Rows, b: Rows, dtype: torch.dtype, bias: Tensor | None = None) ->
     if a.codes.shape[1] > DEEPEST:
         return product_in_parts(product, a, b, dtype, bias)
     return _scaled(integer_product(a.codes, b.codes).float(), a, b, dtype, bias)
+
+
+@torch.no_grad()
+def grouped_product(a: Rows, codes: Tensor, scale: Tensor | None, ends: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows group by group, each times a matrix of its group's.
+
+    Args:
+        a: of ``[m, k]``.
+        codes: ``int8[groups, n, k]``, of any strides.
+        scale: ``float32[groups, n]``; None: 1 for all.
+        ends: ``int32[groups]``, the row behind each group's last one.
+        dtype: of the result.
+
+    Returns: ``[m, n]``; rows behind the last group are of no meaning.
+    """
+    out = torch.zeros(len(a.codes), codes.shape[1], dtype=dtype, device=a.codes.device)
+    start = 0
+    for group, end in enumerate(ends.tolist()):
+        if end > start:
+            rows = Rows(a.codes[start:end], None if a.scale is None else a.scale[start:end])
+            out[start:end] = product(rows, Rows(codes[group], None if scale is None else scale[group]), dtype)
+        start = end
+    return out
 
 
 @torch.no_grad()

@@ -25,7 +25,15 @@ try:
 except ImportError:  # before Triton 3.4
     TensorDescriptor = None
 
-__all__ = ["product", "quantize_both", "quantize_columns", "quantize_rows", "rotated_rows", "turned_codes"]
+__all__ = [
+    "grouped_product",
+    "product",
+    "quantize_both",
+    "quantize_columns",
+    "quantize_rows",
+    "rotated_rows",
+    "turned_codes",
+]
 
 # Tiles (rows, columns, depth), warps and stages of a product. These are tried for a shape, the first time it comes.
 TILES = (
@@ -35,9 +43,11 @@ TILES = (
     (64, 128, 128, 4, 3),
     (64, 64, 128, 4, 4),
 )
-# With Hopper's copy engine. Two programs share a multiprocessor, and one computes while the other begins or ends: 1.2 to
-# 1.3 times as fast as larger tiles that leave no room for two, of which each has less to fetch.
+# With Hopper's copy engine. Two programs share a multiprocessor, and one computes while the other begins or ends: 1.2
+# to 1.3 times as fast as larger tiles, which have less to fetch and leave no room for two.
 COPIED = (128, 128, 128, 4, 3)
+# Of a product by groups, whose sizes only the device knows; and where a multiprocessor has 100 KB of its own or less.
+GROUPED, GROUPED_IN_LESS = (128, 128, 128, 4, 3), (128, 128, 64, 4, 4)
 
 
 def product(a: Rows, b: Rows, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
@@ -62,6 +72,42 @@ def product(a: Rows, b: Rows, dtype: torch.dtype, bias: Tensor | None = None) ->
     return out
 
 
+def grouped_product(a: Rows, codes: Tensor, scale: Tensor | None, ends: Tensor, dtype: torch.dtype) -> Tensor:
+    """See ``int8.grouped_product``. The ends of the groups stay on the device; nothing waits for it."""
+    (m, k), (groups, n, _) = a.codes.shape, codes.shape
+    if k > DEEPEST:
+        raise ValueError(f"sums of {k} products are too long for an int32: at most {DEEPEST} can be had of groups")
+    out = torch.empty(m, n, dtype=dtype, device=a.codes.device)
+    if not out.numel():
+        return out
+    rows, columns, depth, warps, stages = GROUPED if _copy_engine(out.device) else GROUPED_IN_LESS
+    # A group's last tile may be half empty: there are at most so many.
+    tiles = (triton.cdiv(m, rows) + groups) * triton.cdiv(n, columns)
+    _grouped[(tiles,)](
+        a.codes,
+        codes,
+        out if a.scale is None else a.scale,
+        out if scale is None else scale,
+        ends,
+        out,
+        n,
+        k,
+        groups,
+        *a.codes.stride(),
+        *codes.stride(),
+        a.scale is not None,
+        scale is not None,
+        GROUPS=triton.next_power_of_2(groups),
+        ROWS=rows,
+        COLUMNS=columns,
+        DEPTH=depth,
+        num_warps=warps,
+        num_stages=stages,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
 # -- by the copy engine ---------------------------------------------------------------------------------------------
 @functools.cache
 def _copy_engine(device: torch.device) -> bool:
@@ -70,9 +116,7 @@ def _copy_engine(device: torch.device) -> bool:
 
 
 def _copyable(x: Tensor) -> bool:
-    return (
-        x.stride(1) == 1 and x.stride(0) * x.element_size() % ALIGNED == 0 and x.data_ptr() % ALIGNED == 0
-    )
+    return x.stride(1) == 1 and x.stride(0) * x.element_size() % ALIGNED == 0 and x.data_ptr() % ALIGNED == 0
 
 
 def _launch_copied(a: Tensor, b: Tensor, scales: list[Tensor], out: Tensor, given: list[bool]) -> None:
@@ -230,3 +274,72 @@ def _product(
     out = _scaled(total, a_scale_ptr, b_scale_ptr, bias_ptr, rows, columns, m, n, A_SCALED, B_SCALED, BIAS)
     there = (rows < m)[:, None] & (columns < n)[None, :]
     tl.store(out_ptr + rows.to(tl.int64)[:, None] * n + columns[None, :], out, mask=there)
+
+
+@triton.jit
+def _grouped(
+    a_ptr,
+    b_ptr,
+    a_scale_ptr,
+    b_scale_ptr,
+    ends_ptr,
+    out_ptr,
+    n,
+    k,
+    groups,
+    a_row,
+    a_column,
+    b_group,
+    b_row,
+    b_column,
+    A_SCALED: tl.constexpr,
+    B_SCALED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """A tile of a group's rows for each program; which, each finds in the ends of all groups."""
+    wide = tl.cdiv(n, COLUMNS)
+    number, column = tl.program_id(0) // wide, tl.program_id(0) % wide
+    at = tl.arange(0, GROUPS)
+    ends = tl.load(ends_ptr + at, mask=at < groups, other=0)
+    starts = tl.load(ends_ptr + at - 1, mask=(at > 0) & (at < groups), other=0)
+    tiles = tl.where(at < groups, (ends - starts + ROWS - 1) // ROWS, 0)
+    behind = tl.cumsum(tiles, axis=0)
+    group = tl.sum(((behind <= number) & (at < groups)).to(tl.int32), axis=0)
+    if group < groups:
+        mine = at == group
+        start, end = tl.sum(tl.where(mine, starts, 0), axis=0), tl.sum(tl.where(mine, ends, 0), axis=0)
+        first = tl.sum(tl.where(mine, behind - tiles, 0), axis=0)
+        rows = start + (number - first) * ROWS + tl.arange(0, ROWS)
+        columns = column * COLUMNS + tl.arange(0, COLUMNS)
+        depth = tl.arange(0, DEPTH)
+        # Rows and columns beyond the last ones are read from the first ones again, and not written.
+        a_rows = tl.where(rows < end, rows, start)
+        a_ptrs = a_ptr + a_rows.to(tl.int64)[:, None] * a_row + depth[None, :] * a_column
+        b_ptrs = b_ptr + group.to(tl.int64) * b_group
+        b_ptrs += (columns % n).to(tl.int64)[None, :] * b_row + depth[:, None] * b_column
+        total = tl.zeros((ROWS, COLUMNS), tl.int32)
+        for begin in range(0, k, DEPTH):
+            left = k - begin
+            a = tl.load(a_ptrs, mask=depth[None, :] < left, other=0)
+            b = tl.load(b_ptrs, mask=depth[:, None] < left, other=0)
+            total = tl.dot(a, b, total, out_dtype=tl.int32)
+            a_ptrs += DEPTH * a_column
+            b_ptrs += DEPTH * b_column
+        out = _scaled(
+            total,
+            a_scale_ptr,
+            b_scale_ptr + group * n,
+            b_scale_ptr,
+            rows,
+            columns,
+            end,
+            n,
+            A_SCALED,
+            B_SCALED,
+            False,
+        )
+        there = (rows < end)[:, None] & (columns < n)[None, :]
+        tl.store(out_ptr + rows.to(tl.int64)[:, None] * n + columns[None, :], out, mask=there)

@@ -1,13 +1,14 @@
-"""``int8``'s matrices in Triton, with its bits: of rows, of columns, of both in one pass, and turned round.
+"""``int8``'s matrices in Triton, with its bits: rows, columns, both in one pass, turned round, and rotated rows.
 
-A row that fits a program is read once. All else takes two passes over tiles: the largest magnitudes, by atomic maxima of
-the bits of floats, which are exact in any order; then the codes, as they lie, turned round, or both ways.
+A row that fits a program is read once. All else takes two passes over tiles: the largest magnitudes, by atomic maxima
+of the bits of floats, which are exact in any order; then the codes, as they lie, turned round, or both ways.
 Nothing may be contracted into a fused operation, so all kernels are launched with ``enable_fp_fusion=False``.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -23,13 +24,17 @@ CODES = (64, 128, 4)  # the same in the second
 ALIGNED = 16  # bytes that a row of codes begins at a multiple of: the copy engine takes no others
 
 
-def quantize_rows(x: Tensor, column_scale: Tensor | None = None, key: int | None = None) -> Rows:
+def quantize_rows(
+    x: Tensor, column_scale: Tensor | None = None, key: int | None = None, groups: Tensor | None = None
+) -> Rows:
     """See ``int8.quantize_rows``; ``x`` is on a CUDA device, with any strides."""
     rows, columns = x.shape
+    if groups is not None and (columns > WHOLE or x.stride(1) != 1):
+        assert column_scale is not None
+        x, column_scale, groups = x * column_scale[groups], None, None
     if columns > WHOLE or x.stride(1) != 1:
         tops = _largest(x, column_scale, by_row=True)[0]
         codes, scale, _, _ = _write(x, column_scale, key, tops, None, turned=False)
-        assert codes is not None and scale is not None
         return Rows(codes, scale)
     codes, scale = _codes(rows, columns, x.device), torch.zeros(rows, device=x.device)
     if codes.numel():
@@ -37,6 +42,7 @@ def quantize_rows(x: Tensor, column_scale: Tensor | None = None, key: int | None
         _whole_rows[(rows,)](
             x,
             x if column_scale is None else column_scale,
+            x if groups is None else groups,
             codes,
             scale,
             columns,
@@ -44,6 +50,7 @@ def quantize_rows(x: Tensor, column_scale: Tensor | None = None, key: int | None
             codes.stride(0),
             *_halves(key),
             SCALED=column_scale is not None,
+            GROUPED=groups is not None,
             STOCHASTIC=key is not None,
             SMALLEST=SMALLEST,
             UNIT=UNIT,
@@ -88,7 +95,6 @@ def quantize_columns(x: Tensor, key: int | None = None) -> Rows:
     """See ``int8.quantize_columns``."""
     tops = _largest(x, None, by_column=True)[1]
     _, _, turned, scale = _write(x, None, key, None, tops, natural=False)
-    assert turned is not None and scale is not None
     return Rows(turned, scale)
 
 
@@ -96,14 +102,12 @@ def quantize_both(x: Tensor, column_scale: Tensor | None = None, key: int | None
     """See ``int8.quantize_both``."""
     row_tops, column_tops = _largest(x, column_scale, by_row=True, by_column=True)
     codes, scale, turned, turned_scale = _write(x, column_scale, key, row_tops, column_tops)
-    assert codes is not None and scale is not None and turned is not None and turned_scale is not None
     return Rows(codes, scale), Rows(turned, turned_scale)
 
 
 def turned_codes(x: Tensor, scale: Tensor) -> Tensor:
     """See ``int8.turned_codes``."""
-    turned = _write(x, None, None, scale, None, natural=False)[2]
-    assert turned is not None
+    turned: Tensor = _write(x, None, None, scale, None, natural=False)[2]
     return turned
 
 
@@ -157,7 +161,7 @@ def _write(
     by_column: Tensor | None,
     natural: bool = True,
     turned: bool = True,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Any, Any, Any, Any]:
     """Codes as they lie, with a scale for each row, and codes turned round, with one for each column, or for each row
     where there is none of columns. Scales are given as floats, or as the bits of the largest magnitudes.
     """
@@ -241,6 +245,7 @@ def _rounded(x, inverse, dither, STOCHASTIC: tl.constexpr):
 def _whole_rows(
     x_ptr,
     column_scale_ptr,
+    groups_ptr,
     codes_ptr,
     scale_ptr,
     columns,
@@ -249,6 +254,7 @@ def _whole_rows(
     key_low,
     key_high,
     SCALED: tl.constexpr,
+    GROUPED: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     SMALLEST: tl.constexpr,
     UNIT: tl.constexpr,
@@ -256,6 +262,8 @@ def _whole_rows(
 ):
     """A row for each program."""
     row = tl.program_id(0).to(tl.int64)
+    if GROUPED:
+        column_scale_ptr += tl.load(groups_ptr + row) * columns
     at = tl.arange(0, BLOCK)
     there = at < columns
     x = tl.load(x_ptr + row * stride + at, mask=there, other=0.0).to(tl.float32)
@@ -274,12 +282,12 @@ def _whole_rows(
 
 @triton.jit
 def _added_and_subtracted(xs, STEP: tl.constexpr, PIECES: tl.constexpr):
-    out = ()
+    out: tuple[Any, ...] = ()
     for i in tl.static_range(PIECES):
         if (i // STEP) % 2 == 0:
-            out = out + (xs[i] + xs[i + STEP],)
+            out += (xs[i] + xs[i + STEP],)
         else:
-            out = out + (xs[i - STEP] - xs[i],)
+            out += (xs[i - STEP] - xs[i],)
     return out
 
 
@@ -310,9 +318,9 @@ def _rotated_rows(
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     there = at < length
-    xs = ()
+    xs: tuple[Any, ...] = ()
     for i in tl.static_range(PIECES):
-        xs = xs + (tl.load(x_ptr + row * stride + i * length + at, mask=there, other=0.0).to(tl.float32),)
+        xs += (tl.load(x_ptr + row * stride + i * length + at, mask=there, other=0.0).to(tl.float32),)
     tl.store(scales_ptr + rows + row, _scale_of(_top(xs, PIECES), SMALLEST, UNIT))
     for log in tl.static_range(6):
         if 2**log < PIECES:
@@ -363,7 +371,9 @@ def _tops(
 
 
 @triton.jit
-def _given_scale(given_ptr, scale_ptr, at, there, writes, FROM_TOPS: tl.constexpr, SMALLEST: tl.constexpr, UNIT: tl.constexpr):
+def _given_scale(
+    given_ptr, scale_ptr, at, there, writes, FROM_TOPS: tl.constexpr, SMALLEST: tl.constexpr, UNIT: tl.constexpr
+):
     """The scales of rows or columns, of which one program of those that share them writes them."""
     given = tl.load(given_ptr + at, mask=there, other=0)
     if FROM_TOPS:

@@ -92,7 +92,9 @@ def test_the_largest_numbers() -> None:
     assert rows.scale.isfinite().all()
 
 
-@pytest.mark.parametrize(("columns", "number"), [(96, 1), (127, 1), (128, 4), (256, 4), (512, 16), (2048, 64), (2056, 4)])
+@pytest.mark.parametrize(
+    ("columns", "number"), [(96, 1), (127, 1), (128, 4), (256, 4), (512, 16), (2048, 64), (2056, 4)]
+)
 def test_a_rotation_leaves_products_as_they_are(columns, number) -> None:
     assert int8.pieces(columns) == number
     x, w = torch.randn(40, columns), torch.randn(30, columns) / columns**0.5

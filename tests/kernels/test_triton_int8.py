@@ -72,9 +72,7 @@ def assert_same(x: torch.Tensor, column_scale=None, key=None) -> None:
     pairs = [
         (triton_int8.quantize_rows(there, scale_there, key), int8.quantize_rows(x, column_scale, key)),
         (triton_int8.quantize_columns(there, key), int8.quantize_columns(x, key)),
-        *zip(
-            triton_int8.quantize_both(there, scale_there, key), int8.quantize_both(x, column_scale, key), strict=True
-        ),
+        *zip(triton_int8.quantize_both(there, scale_there, key), int8.quantize_both(x, column_scale, key), strict=True),
     ]
     for ours, oracle in pairs:
         known = ~oracle.scale.isnan()
@@ -175,3 +173,40 @@ def test_products_without_scales_and_of_other_layouts() -> None:
     assert (found == -(127**2) * 5000).all()
     nan = Rows(a.to(DEVICE), torch.full((20,), float("nan"), device=DEVICE))
     assert triton_int8.product(nan, Rows(b.to(DEVICE).t(), None), torch.bfloat16).isnan().all()
+
+
+@pytest.mark.parametrize(
+    "ends", [[3, 3, 20, 20], [0, 0, 0, 33], [40], [7, 14, 21, 28, 35], [0, 0], [33, 66, 99, 100, 100, 130]]
+)
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
+def test_products_by_groups(monkeypatch, ends, scaled, turned) -> None:
+    if not ON_GPU:
+        monkeypatch.setattr(triton_int8, "GROUPED_IN_LESS", (16, 32, 32, 4, 2))
+    n, k, groups = 40, 90, len(ends)
+    m = ends[-1] + 3  # rows of no group
+    a = int8.quantize_rows(torch.randn(m, k))
+    codes = torch.randint(-127, 128, (groups, n, k), dtype=torch.int8)
+    scale = torch.rand(groups, n) if scaled else None
+    there = Rows(a.codes.to(DEVICE), a.scale.to(DEVICE))
+    moved_codes = codes.to(DEVICE)
+    if turned:  # each group's columns one beside the other
+        moved_codes = moved_codes.permute(1, 0, 2).contiguous().permute(1, 0, 2)
+    last = torch.tensor(ends, dtype=torch.int32)
+    found = triton_int8.grouped_product(
+        there, moved_codes, None if scale is None else scale.to(DEVICE), last.to(DEVICE), torch.float32
+    )
+    expected = int8.grouped_product(a, codes, scale, last, torch.float32)
+    assert torch.equal(found.cpu()[: ends[-1]], expected[: ends[-1]])
+
+
+@pytest.mark.parametrize("key", [None, 5])
+def test_scaled_by_groups(monkeypatch, key) -> None:
+    x, scale = matrix(20, 50, torch.bfloat16), torch.rand(3, 50)
+    groups = torch.randint(0, 3, (20,))
+    expected = int8.quantize_rows(x, scale, key, groups)
+    for whole in (16384, 32):
+        monkeypatch.setattr(triton_rows, "WHOLE", whole)
+        found = triton_int8.quantize_rows(x.to(DEVICE), scale.to(DEVICE), key, groups.to(DEVICE))
+        assert torch.equal(found.codes.cpu(), expected.codes)
+        assert same_scales(found.scale, expected.scale)
