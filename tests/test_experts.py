@@ -205,3 +205,41 @@ def test_streamed_the_same_bits(tiny, tmp_path, reentrant) -> None:
     assert all(tiny.equal_bits(weights[0], other) for other in weights[1:])
     plain = tiny.fit(LowMemTrainer, tmp_path, model=moe("qwen3"), **changes)
     assert not tiny.equal_bits(weights[0], tiny.weights(plain.model))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("by_output", [True, False])
+@pytest.mark.parametrize("ends", [[5, 5, 17, 300], [0, 290, 290, 290]])
+def test_on_a_gpu_the_same_bits(by_output, ends) -> None:
+    torch.manual_seed(0)
+    stored = torch.randn(4, 160, 128) if by_output else torch.randn(4, 128, 160)
+    x, g = torch.randn(300, 128).bfloat16(), torch.randn(300, 160).bfloat16()
+    results = []
+    for device in ("cpu", "cuda"):
+        own = stored.to(device, torch.bfloat16).requires_grad_()
+        weight = own.transpose(1, 2) if by_output else own
+        tokens, last = x.to(device).requires_grad_(), torch.tensor(ends, dtype=torch.int32, device=device)
+        how = How(Rounding(), 0, "int8")
+        how.rounding.step = 0
+        out = Grouped8.apply(tokens, weight, last, how)
+        of_x, of_w = torch.autograd.grad(out, (tokens, own), g.to(device))
+        end = ends[-1]
+        results.append([one.detach().cpu() for one in (out[:end], of_x[:end], of_w)])
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+    assert error(results[1][2], results[0][2]) < 0.01  # in bf16, by torch's own products
+
+
+@pytest.mark.gpu
+def test_a_model_on_a_gpu() -> None:
+    model = moe("qwen3", "grouped_mm").to("cuda", torch.bfloat16)
+    plain = copy.deepcopy(model)
+    quantize(model)
+    ids = torch.arange(60, device="cuda").view(2, 30)
+    losses = []
+    for one in (model, plain):
+        loss = one(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+        assert all(p.grad.isfinite().all() for p in one.parameters() if p.grad is not None)
+    assert abs(losses[0] / losses[1] - 1) < 0.01

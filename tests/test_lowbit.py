@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,15 @@ from hf_lowmem.kernels.int8 import quantize_rows
 from hf_lowmem.lowbit import dequantize, quantize, rounding_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts, for what is deterministic
 BIG = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def layer(kind="linear", bias=True, dtype=torch.float32, **options):
@@ -223,6 +232,38 @@ def test_the_engine_of_a_gpu() -> None:
     from hf_lowmem.kernels import triton_int8
 
     assert engine_of(torch.device("cuda")) is triton_int8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["linear", "conv1d"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("tokens", [1, 50, 256])
+def test_on_a_gpu_the_same_bits(kind, dtype, tokens) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(512, 256) if kind == "linear" else Conv1D(256, 512)
+    x, g = torch.randn(tokens, 512).to(dtype), torch.randn(tokens, 256).to(dtype)
+    results = []
+    for device in ("cpu", "cuda"):
+        model = nn.Sequential(copy.deepcopy(plain).to(device, dtype))
+        quantize(model)
+        rounding_of(model).step = 3
+        out, found = gradients(model, x.to(device), g.to(device))
+        results.append({"out": out.cpu(), "x": found["x"].cpu(), "weight": found[0].cpu()})
+    for name, value in results[0].items():
+        assert torch.equal(results[1][name], value), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offload", ["cpu", "0.5", "auto,gpu_memory=2GB"])
+def test_on_a_gpu_streamed_the_same_bits(tiny, tmp_path, offload, deterministic) -> None:
+    changes = {"optim": "cpu_adam4bit", "max_steps": 4, "use_cpu": False, "bf16": True, "gradient_checkpointing": True}
+    weights = []
+    for setting in ("0", offload):
+        model = tiny.model(**BIG, dtype="bfloat16", num_hidden_layers=4)
+        run = tiny.fit(LowMemTrainer, tmp_path, model=model, optim_args=f"compute=int8,offload={setting}", **changes)
+        assert engine_of(torch.device("cuda")) is not int8
+        weights.append({name: w.cpu() for name, w in tiny.weights(run.model).items()})
+    assert tiny.equal_bits(*weights)
 
 
 # -- what layers share --------------------------------------------------------------------------------------------
