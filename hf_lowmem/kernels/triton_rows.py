@@ -282,12 +282,12 @@ def _whole_rows(
 
 @triton.jit
 def _added_and_subtracted(xs, STEP: tl.constexpr, PIECES: tl.constexpr):
-    out: tuple[Any, ...] = ()
+    out = ()
     for i in tl.static_range(PIECES):
         if (i // STEP) % 2 == 0:
-            out += (xs[i] + xs[i + STEP],)
+            out += (xs[i] + xs[i + STEP],)  # type: ignore[assignment]
         else:
-            out += (xs[i - STEP] - xs[i],)
+            out += (xs[i - STEP] - xs[i],)  # type: ignore[assignment]
     return out
 
 
@@ -318,9 +318,10 @@ def _rotated_rows(
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     there = at < length
-    xs: tuple[Any, ...] = ()
+    xs = ()
     for i in tl.static_range(PIECES):
-        xs += (tl.load(x_ptr + row * stride + i * length + at, mask=there, other=0.0).to(tl.float32),)
+        x = tl.load(x_ptr + row * stride + i * length + at, mask=there, other=0.0)
+        xs += (x.to(tl.float32),)  # type: ignore[assignment]
     tl.store(scales_ptr + rows + row, _scale_of(_top(xs, PIECES), SMALLEST, UNIT))
     for log in tl.static_range(6):
         if 2**log < PIECES:
