@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from .config import LowMemConfig as LowMemConfig
     from .factory import create_optimizer as create_optimizer
     from .loading import load as load
+    from .lowbit import dequantize as dequantize
+    from .lowbit import quantize as quantize
     from .optim import LowBitAdamW as LowBitAdamW
     from .plan import DoesNotFit as DoesNotFit
     from .plan import Plan as Plan
@@ -35,8 +37,10 @@ _HOMES = {
     "Plan": "plan",
     "attach": "attachment",
     "create_optimizer": "factory",
+    "dequantize": "lowbit",
     "detach": "attachment",
     "load": "loading",
+    "quantize": "lowbit",
 }
 __all__ = [  # noqa: PLE0604 - the names of _HOMES exist, by __getattr__
     "__version__",

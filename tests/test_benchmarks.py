@@ -26,7 +26,8 @@ def test_quality_goes_on_where_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr(quality, "find_spec", lambda name: None)  # torchao compiles for minutes
     for name, value in (("SEQ", 64), ("BATCH", 4), ("HELDOUT", 8)):
         monkeypatch.setattr(finetune, name, value)
-    model, losses, out = save_tiny_model(tmp_path / "model"), tmp_path / "losses.json", tmp_path / "out.md"
+    model = save_tiny_model(tmp_path / "model", hidden=64)  # wide enough for integer products
+    losses, out = tmp_path / "losses.json", tmp_path / "out.md"
     for seeds in (["0"], ["0", "1"]):
         argv = ["quality.py", "--model", str(model), "--device", "cpu", "--steps", "1", "--seeds", *seeds]
         monkeypatch.setattr(sys, "argv", [*argv, "--losses", str(losses), "--out", str(out)])

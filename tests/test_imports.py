@@ -18,7 +18,7 @@ LONGEST = 500  # lines: what is read at one sitting
 
 # Each module and the modules of ours that it may import, at any depth of its code. Imports run one way only.
 MAY_IMPORT = {
-    "__init__": {"attachment", "factory", "registration", "config", "loading", "optim", "plan", "trainer"},
+    "__init__": {"attachment", "factory", "registration", "config", "loading", "lowbit", "optim", "plan", "trainer"},
     "config": set(),
     "codec": set(),
     "memory": set(),

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
-def save_tiny_model(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+def save_tiny_model(folder: Path, dtype: torch.dtype = torch.float32, hidden: int = 32) -> Path:
     """Writes weights, config and tokenizer into `folder` and returns it."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
@@ -18,8 +18,8 @@ def save_tiny_model(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=4096).save_pretrained(folder)
     config = LlamaConfig(
         vocab_size=len(alphabet),
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,

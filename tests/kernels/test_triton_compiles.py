@@ -1,4 +1,4 @@
-"""The Triton kernels compile for GPUs that are not here. Their interpreter takes more Python than their compiler does."""
+"""The Triton kernels compile for GPUs that are not here: their interpreter takes more than their compiler does."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ for capability in (86, 90):
     assert shared <= room, (capability, shared)
     rows, columns, depth, warps, stages = triton_int8.GROUPED if capability == 90 else triton_int8.GROUPED_IN_LESS
     shape = {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth, "GROUPS": 128}
-    ptx, shared = compiled(triton_int8._grouped, capability, warps, stages, {**shape, "A_SCALED": True, "B_SCALED": True})
+    shape |= {"A_SCALED": True, "B_SCALED": True}
+    ptx, shared = compiled(triton_int8._grouped, capability, warps, stages, shape)
     assert "s32.s8.s8" in ptx, "no integer products"
     assert shared <= room, (capability, shared)
 rows, columns, depth, warps, stages = triton_int8.COPIED
