@@ -48,7 +48,8 @@ def losses(model: nn.Module):
     ids = torch.arange(60).view(2, 30) % 120
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    named = ((name.removeprefix("_orig_mod."), p) for name, p in model.named_parameters())
+    return loss.detach(), {name: p.grad for name, p in named if p.grad is not None}
 
 
 def error(found, exact) -> float:
@@ -205,6 +206,19 @@ def test_streamed_the_same_bits(tiny, tmp_path, reentrant) -> None:
     assert all(tiny.equal_bits(weights[0], other) for other in weights[1:])
     plain = tiny.fit(LowMemTrainer, tmp_path, model=moe("qwen3"), **changes)
     assert not tiny.equal_bits(weights[0], tiny.weights(plain.model))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_in_a_compiled_model() -> None:
+    model = moe("qwen3", "grouped_mm")
+    quantize(model)
+    rounding_of(model).step = 0
+    loss, grads = losses(model)
+    model.zero_grad()
+    rounding_of(model)._counts.clear()
+    found_loss, found = losses(torch.compile(model, backend="eager"))
+    assert torch.equal(loss, found_loss)
+    assert all(torch.equal(grads[name], value) for name, value in found.items())
 
 
 @pytest.mark.gpu

@@ -36,7 +36,7 @@ def quantize_rows(
         tops = _largest(x, column_scale, by_row=True)[0]
         codes, scale, _, _ = _write(x, column_scale, key, tops, None, turned=False)
         return Rows(codes, scale)
-    codes, scale = _codes(rows, columns, x.device), torch.zeros(rows, device=x.device)
+    codes, scale = _codes(rows, columns, x.device), _scales(x, rows)
     if codes.numel():
         block = max(4, triton.next_power_of_2(columns))
         _whole_rows[(rows,)](
@@ -68,7 +68,7 @@ def rotated_rows(x: Tensor) -> tuple[Rows, Tensor]:
     rows, columns = x.shape
     number = pieces(columns)
     codes = _codes(rows, columns, x.device)
-    scales = torch.zeros(2, rows, device=x.device)
+    scales = _scales(x, 2, rows)
     if codes.numel():
         length = columns // number
         block = triton.next_power_of_2(length)
@@ -118,6 +118,11 @@ def _codes(rows: int, columns: int, device: torch.device) -> Tensor:
     return torch.empty(rows, wide, dtype=torch.int8, device=device)[:, :columns]
 
 
+def _scales(x: Tensor, *shape: int) -> Tensor:
+    """Room for scales. A kernel writes all of them, but for an empty ``x``, for which there is none."""
+    return torch.empty(shape, device=x.device) if x.numel() else torch.zeros(shape, device=x.device)
+
+
 def _halves(key: int | None) -> tuple[int, int]:
     number = 0 if key is None else key
     return signed(number), signed(number >> 32)
@@ -134,8 +139,9 @@ def _largest(
     x: Tensor, column_scale: Tensor | None, by_row: bool = False, by_column: bool = False
 ) -> tuple[Tensor | None, Tensor | None]:
     """The bits of the largest magnitude of each row, scaled, and of each column, not scaled."""
-    sizes = zip(x.shape, (by_row, by_column), strict=True)
-    tops = [torch.zeros(n, dtype=torch.int32, device=x.device) if wanted else None for n, wanted in sizes]
+    rows, columns = x.shape[0] * by_row, x.shape[1] * by_column
+    both = torch.zeros(rows + columns, dtype=torch.int32, device=x.device)
+    tops = (both[:rows] if by_row else None, both[rows:] if by_column else None)
     if x.numel():
         grid, settings = _tiles(x, TOPS)
         _tops[grid](
@@ -150,7 +156,7 @@ def _largest(
             **settings,
             enable_fp_fusion=False,
         )
-    return tops[0], tops[1]
+    return tops
 
 
 def _write(
@@ -168,10 +174,7 @@ def _write(
     rows, columns = x.shape
     lying = _codes(rows, columns, x.device) if natural else None
     standing = _codes(columns, rows, x.device) if turned else None
-    scales = [
-        torch.zeros(len(t), device=x.device) if t is not None and t.dtype is torch.int32 else t
-        for t in (by_row, by_column)
-    ]
+    scales = [_scales(x, len(t)) if t is not None and t.dtype is torch.int32 else t for t in (by_row, by_column)]
     if x.numel():
         grid, settings = _tiles(x, CODES)
         _codes_of_tiles[grid](
