@@ -9,7 +9,9 @@ Weight gradients are computed in the weights' own dtype where experts are groupe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .integers import LEAST, How, Rounding, applied, engine_of, few
+from .integers import LEAST, How, Rounding, apply_layer, engine_of, few, use_class
 
 _GROUPED = [f for f in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if f is not None]
 _MATMULS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
@@ -104,11 +106,12 @@ class _InIntegers(TorchFunctionMode):
         if grouped:
             ends = args[2] if len(args) > 2 else kwargs.get("offs")
             return Grouped8.apply(x, weight, ends.to(torch.int32), how)  # type: ignore[no-any-return, union-attr]
-        if weight.dim() != 2 or x.dtype is not weight.dtype:
+        autocast = torch.is_autocast_enabled(x.device.type)
+        if weight.dim() != 2 or (x.dtype is not weight.dtype and not autocast):
             return None
         bias = args[2] if len(args) > 2 else kwargs.get("bias")
         by_input = func is not F.linear
-        return applied(x, weight, bias, How(how.rounding, how.layer, how.grad_weight, by_input))
+        return apply_layer(x, weight, bias, How(how.rounding, how.layer, how.grad_weight, by_input))
 
     def _how(self, weight: Any) -> How | None:
         if not isinstance(weight, Tensor):
@@ -119,47 +122,62 @@ class _InIntegers(TorchFunctionMode):
         return found
 
 
+class WithExperts:
+    """What a class that has experts is derived from besides, while these compute in integers."""
+
+    stock: type[nn.Module]
+
+
+@dataclass(frozen=True)
 class Experts:
-    """What has a module of experts compute in integers: it goes before its forward, and behind it.
+    """Of a module of experts.
 
     Args:
         rounding: the model's.
         hows: by the parameter's name.
     """
 
-    def __init__(self, rounding: Rounding, hows: dict[str, How]) -> None:
-        self.rounding, self.hows = rounding, hows
-        self._entered: list[_InIntegers | None] = []
+    rounding: Rounding
+    hows: dict[str, How]
 
-    def install(self, module: nn.Module) -> None:
-        vars(module)["lowbit"] = self
-        module.register_forward_pre_hook(self.enter)
-        module.register_forward_hook(self.leave, always_call=True)
 
-    @staticmethod
-    def remove(module: nn.Module) -> None:
-        me = vars(module).pop("lowbit")
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for number in [n for n, hook in hooks.items() if getattr(hook, "__self__", None) is me]:
-                del hooks[number]
+@functools.cache
+def derived(stock: type[nn.Module]) -> type[nn.Module]:
+    """The class that a module of experts has while they compute in integers."""
 
-    def enter(self, module: nn.Module, args: Any) -> None:
-        if args and isinstance(args[0], Tensor) and few(module, args[0]):
-            self._entered.append(None)
-            return
-        mode = _InIntegers({id(getattr(module, name)): how for name, how in self.hows.items()})
-        self._entered.append(mode)
-        mode.__enter__()
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        experts = vars(self).get("lowbit")
+        if experts is None or (args and isinstance(args[0], Tensor) and few(self, args[0])):
+            return stock.forward(self, *args, **kwargs)
+        with _InIntegers({id(getattr(self, name)): how for name, how in experts.hows.items()}):
+            return stock.forward(self, *args, **kwargs)
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        mode = self._entered.pop() if self._entered else None
-        if mode is not None:
-            mode.__exit__(None, None, None)
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:  # a class that is made at run time is in no file
+        return _remade, (stock,), vars(self)
+
+    members = {"forward": forward, "__reduce_ex__": __reduce_ex__, "stock": stock, "__module__": __name__}
+    return type(f"Int8{stock.__name__}", (stock, WithExperts), members)
+
+
+def _remade(stock: type[nn.Module]) -> nn.Module:
+    cls = derived(stock)  # type: ignore[arg-type]
+    return cls.__new__(cls)
+
+
+def install(module: nn.Module, hows: dict[str, How]) -> None:
+    """Has a module's experts compute in integers.
+
+    Args:
+        hows: by the parameter's name.
+    """
+    use_class(module, derived(type(module)))  # type: ignore[arg-type]
+    vars(module)["lowbit"] = Experts(next(iter(hows.values())).rounding, hows)
 
 
 def expert_parameters(module: nn.Module) -> list[str]:
     """The names of a module's own parameters of three dimensions whose matrices are large enough."""
-    if isinstance(module, nn.modules.conv._ConvNd):
+    if isinstance(module, nn.modules.conv._ConvNd | nn.Bilinear):
         return []
     own = module.named_parameters(recurse=False)
-    return [name for name, p in own if p.dim() == 3 and min(p.shape[1:]) >= LEAST and p.is_floating_point()]
+    matrices = [(name, p) for name, p in own if p.dim() == 3 and p.is_floating_point()]
+    return [name for name, p in matrices if len(p) > 1 and min(p.shape[1:]) >= LEAST]

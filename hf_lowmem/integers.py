@@ -16,7 +16,7 @@ import functools
 import warnings
 import weakref
 from dataclasses import dataclass
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -108,16 +108,25 @@ class Rounding:
         seed: of all of them.
         step: number of the optimizer step; with the seed it decides all random bits. None: nobody counts them, and
             every backward of a layer has its own.
+        layers: number of the layers, each of which has a number.
     """
 
     def __init__(self) -> None:
         self.seed = 0
         self.step: int | None = None
+        self.layers = 0  # so many have it
         self._counts: dict[int, tuple[int | None, int]] = {}  # by layer: the step, and its backwards so far
         self._latest: Tokens | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_latest": None}
+
+    def backwards(self) -> dict[int, tuple[int | None, int]]:
+        """How far each layer is: ``go_back`` takes it, for what is done again."""
+        return dict(self._counts)
+
+    def go_back(self, backwards: dict[int, tuple[int | None, int]]) -> None:
+        self._counts = dict(backwards)
 
     def key(self, layer: int) -> int:
         """The key of a layer's next backward."""
@@ -127,13 +136,18 @@ class Rounding:
         return codec.tensor_key(self.seed ^ _SALT, (self.step or 0) * _BACKWARDS + count, layer)
 
     def tokens(self, x: Tensor, engine: ModuleType) -> Tokens:
-        """An input in 8 bits: again what the layer before has found, if it has read the same tensor."""
+        """An input in 8 bits: again what the layer before has found, if it has read the same tensor.
+
+        Only of what has a graph: a buffer that is filled anew may not count its writes.
+        """
         latest = self._latest
-        version = -1 if x.is_inference() else x._version
+        version = -1 if x.grad_fn is None else x._version
         if latest is not None and latest.reference() is x and latest.version == version != -1:
             return latest
         rows, _ = engine.rotated_rows(x.reshape(-1, x.shape[-1]))
-        self._latest = found = Tokens(weakref.ref(x, self._forget), version, rows, Columns())
+        found = Tokens(weakref.ref(x, self._forget), version, rows, Columns())
+        if version != -1:
+            self._latest = found
         return found
 
     def _forget(self, reference: weakref.ref[Tensor]) -> None:
@@ -168,11 +182,11 @@ class Linear8(torch.autograd.Function):
         rows, scale = engine.rotated_rows(weight.t().contiguous() if how.by_input else weight)
         out: Tensor = engine.product(tokens.rows, rows, x.dtype, bias)
         trained = ctx.needs_input_grad[1]
-        ctx.save_for_backward(x if trained else None, weight, scale)
+        ctx.save_for_backward(x if trained else None, weight if ctx.needs_input_grad[0] else None, scale)
         tokens.columns.readers += trained
-        ctx.how, ctx.shape, ctx.columns = how, x.shape, tokens.columns
+        ctx.how, ctx.shape, ctx.dtype, ctx.columns = how, x.shape, weight.dtype, tokens.columns
         ctx.bias = None if bias is None else bias.dtype
-        return out.view(*x.shape[:-1], len(rows.codes))
+        return out  # of two dimensions: a view that is made in here may not be written by others
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -197,16 +211,16 @@ class Linear8(torch.autograd.Function):
             tokens = x.reshape(-1, x.shape[-1])
             if by_columns:
                 pair = by_column, ctx.columns.of(tokens, engine)
-                grads[1] = engine.product(*(pair[::-1] if how.by_input else pair), weight.dtype)
+                grads[1] = engine.product(*(pair[::-1] if how.by_input else pair), ctx.dtype)
             else:
-                grads[1] = (tokens.t() @ g if how.by_input else g.t() @ tokens).to(weight.dtype)
+                grads[1] = (tokens.t() @ g if how.by_input else g.t() @ tokens).to(ctx.dtype)
         if of_bias:
             grads[2] = g.sum(0).to(ctx.bias)
         return *grads, None, None
 
 
 @torch.compiler.disable
-def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
+def apply_layer(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
     kind = x.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
@@ -216,8 +230,13 @@ def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
 
 
 def applied(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
+    inputs, outputs = weight.shape if how.by_input else weight.shape[::-1]
+    if x.shape[-1] != inputs:
+        raise RuntimeError(
+            f"a layer of {inputs} inputs was given {tuple(x.shape)}, whose last dimension should be {inputs}"
+        )
     tokens = how.rounding.tokens(x, engine_of(x.device))
-    return Linear8.apply(x, weight, bias, how, tokens)  # type: ignore[no-any-return]
+    return Linear8.apply(x, weight, bias, how, tokens).view(*x.shape[:-1], outputs)  # type: ignore[no-any-return]
 
 
 def few(module: nn.Module, x: Tensor) -> bool:
@@ -232,9 +251,9 @@ class Int8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """See ``nn.Linear``."""
-        if few(self, input):
-            return super().forward(input)
-        return _apply(input, self.weight, self.bias, self.lowbit)
+        if "lowbit" not in vars(self) or few(self, input):
+            return nn.Linear.forward(self, input)
+        return apply_layer(input, self.weight, self.bias, self.lowbit)
 
 
 class Int8Conv1D(Conv1D):
@@ -244,6 +263,13 @@ class Int8Conv1D(Conv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         """See ``Conv1D``."""
-        if few(self, x):
-            return super().forward(x)  # type: ignore[no-any-return]
-        return _apply(x, self.weight, self.bias, self.lowbit)
+        if "lowbit" not in vars(self) or few(self, x):
+            return Conv1D.forward(self, x)  # type: ignore[no-any-return]
+        return apply_layer(x, self.weight, self.bias, self.lowbit)
+
+
+def use_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Gives a module another class of the same layout, also where accelerate keeps its forward beside its own."""
+    module.__class__ = cls
+    if isinstance(vars(module).get("_old_forward"), MethodType):
+        vars(module)["_old_forward"] = MethodType(cls.forward, module)

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from .config import LowMemConfig
-from .experts import Experts, expert_parameters
-from .integers import LEAST, How, Int8Conv1D, Int8Linear, Rounding, engine_of
+from .experts import WithExperts, expert_parameters, install
+from .integers import LEAST, How, Int8Conv1D, Int8Linear, Rounding, engine_of, use_class
 from .kernels import int8
 
+HEADS = {"lm_head", "score", "classifier", "qa_outputs"}  # of which not all are output embeddings
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: Int8Linear, Conv1D: Int8Conv1D}
 
 
@@ -20,8 +21,8 @@ def quantize(model: nn.Module, compute: str = "int8", grad_weight: str = "int8")
     """Has a model's linear layers compute their products in integers, from now on.
 
     These are ``nn.Linear``, GPT-2's ``Conv1D``, and experts whose weights are one parameter of three dimensions. Left
-    alone are the output head and whatever shares a weight with an embedding, layers of fewer than 64 inputs or outputs
-    (adapters, routers), and classes derived from ``nn.Linear``.
+    alone are heads (``lm_head``, ``score``, ``classifier``, ``qa_outputs``), what shares a weight with an embedding,
+    LoRA's adapters, layers of fewer than 64 inputs or outputs (routers), and classes derived from ``nn.Linear``.
 
     Args:
         model: any model, also one that is streamed. Its parameters stay as they are, and so does what is saved.
@@ -33,7 +34,9 @@ def quantize(model: nn.Module, compute: str = "int8", grad_weight: str = "int8")
     Raises: ValueError for another format, or where no layer is one of these.
     """
     if compute != "int8":
-        raise ValueError(f'compute={compute!r} is none that layers can compute in: write "int8"')
+        raise ValueError(
+            f'compute={compute!r} is none that layers can compute in: write "int8", or set "auto" in a LowMemConfig'
+        )
     if grad_weight not in ("model", "int8"):
         raise ValueError(f'grad_weight={grad_weight!r} is neither "model" nor "int8"')
     kept = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -41,31 +44,40 @@ def quantize(model: nn.Module, compute: str = "int8", grad_weight: str = "int8")
         find: Any = getattr(owner, "get_output_embeddings", None)
         weight = getattr(find(), "weight", None) if find is not None else None
         kept |= {weight} if isinstance(weight, nn.Parameter) else set()
-    rounding = Rounding()
+    rounding = rounding_of(model) or Rounding()
     names: list[str] = []
-    layers = 0
     for name, module in model.named_modules():
-        experts = expert_parameters(module)
-        if experts:
-            hows = {p: How(rounding, layers + i, grad_weight) for i, p in enumerate(experts)}
-            Experts(rounding, hows).install(module)
-            names += [f"{name}.{p}" for p in experts]
-            layers += len(experts)
-            continue
-        swapped = _CLASSES.get(type(module))
-        weight = getattr(module, "weight", None)
-        if swapped is None or not isinstance(weight, Tensor) or weight in kept or min(weight.shape) < LEAST:
-            continue
-        module.__class__ = swapped
-        vars(module)["lowbit"] = How(rounding, layers, grad_weight, by_input=swapped is Int8Conv1D)
-        names.append(name)
-        layers += 1
+        if "lowbit" not in vars(module) and not _is_other(name):
+            names += [f"{name}.{p}" if p else name for p in _swap(module, rounding, grad_weight, kept)]
+    if not names and rounding.layers:
+        raise ValueError(f"{type(model).__name__} computes in integers already: dequantize(model) undoes that")
     if not names:
         raise ValueError(
             f"{type(model).__name__} has no linear layer that could compute in integers: none of {LEAST} inputs and "
             "outputs or more that is a plain nn.Linear or Conv1D"
         )
     return names
+
+
+def _is_other(name: str) -> bool:
+    """Whether a module is a head or an adapter, by its name."""
+    return any(part in HEADS or part.startswith("lora_") for part in name.split("."))
+
+
+def _swap(module: nn.Module, rounding: Rounding, grad_weight: str, kept: set[Tensor]) -> list[str]:
+    """Has a module compute in integers. Returns the names of its parameters of three dimensions, "" for a layer."""
+    experts = expert_parameters(module)
+    if experts:
+        install(module, {p: How(rounding, rounding.layers + i, grad_weight) for i, p in enumerate(experts)})
+        rounding.layers += len(experts)
+        return experts
+    swapped, weight = _CLASSES.get(type(module)), getattr(module, "weight", None)
+    if swapped is None or not isinstance(weight, Tensor) or weight in kept or min(weight.shape) < LEAST:
+        return []
+    use_class(module, swapped)
+    vars(module)["lowbit"] = How(rounding, rounding.layers, grad_weight, by_input=swapped is Int8Conv1D)
+    rounding.layers += 1
+    return [""]
 
 
 def use_compute(model: nn.Module, config: LowMemConfig, device: torch.device) -> None:
@@ -86,14 +98,27 @@ def chosen_compute(config: LowMemConfig, device: torch.device) -> str:
 def dequantize(model: nn.Module) -> None:
     """Undoes ``quantize``."""
     for module in model.modules():
-        if isinstance(vars(module).get("lowbit"), Experts):
-            Experts.remove(module)
-        plain = next((one for one, other in _CLASSES.items() if type(module) is other), None)
-        if plain is not None:
-            module.__class__ = plain
-            del vars(module)["lowbit"]
+        if vars(module).pop("lowbit", None) is None:
+            continue
+        if isinstance(module, WithExperts):
+            use_class(module, type(module).stock)
+        for plain, swapped in _CLASSES.items():
+            if type(module) is swapped:  # a class that others have derived from it since computes its own way again
+                use_class(module, plain)
+
+
+def roundings_of(model: nn.Module) -> list[Rounding]:
+    """The random bits of a quantized model: one, or several where its parts were quantized one by one."""
+    found = {id(how.rounding): how.rounding for how in (vars(m).get("lowbit") for m in model.modules()) if how}
+    return list(found.values())
 
 
 def rounding_of(model: nn.Module) -> Rounding | None:
     """The random bits of a quantized model, or of one within it."""
-    return next((vars(m)["lowbit"].rounding for m in model.modules() if "lowbit" in vars(m)), None)
+    return next(iter(roundings_of(model)), None)
+
+
+def number_steps(model: nn.Module, seed: int, step: int) -> None:
+    """Says which step the next backwards are of; with the seed it decides all random bits of them."""
+    for part, rounding in enumerate(roundings_of(model)):
+        rounding.seed, rounding.step = seed + part, step

@@ -28,7 +28,7 @@ from .checks import check_gradients, check_model, prepare_training
 from .config import LowMemConfig, merge
 from .factory import adam_settings, our_name, seed_of, state_settings
 from .loss import use_chunked_loss
-from .lowbit import chosen_compute, rounding_of, use_compute
+from .lowbit import chosen_compute, number_steps, roundings_of, use_compute
 from .memory import ram_bytes
 from .optim import LowBitAdamW
 from .overlap import (
@@ -105,6 +105,8 @@ class LowMemMixin(_TrainerBase):
         prepare_training(self, resume_from_checkpoint)
         if self.model_init is None:
             self._attach(self.model, self.args.device)
+        for rounding in roundings_of(self.model) if self.model is not None else ():
+            rounding.go_back({})
         callbacks = self.callback_handler.callbacks
         if self._streams() and not any(isinstance(callback, SettleCallback) for callback in callbacks):
             callbacks.insert(0, SettleCallback(self))
@@ -128,8 +130,8 @@ class LowMemMixin(_TrainerBase):
         streamer = None if self.model is None else streamer_of(self.model)
         if self.model is not None and (sums := sums_of(self.model)) is not None:
             sums.seed, sums.step = seed_of(self.lowmem, self.args), self.state.global_step
-        if self.model is not None and (rounding := rounding_of(self.model)) is not None:
-            rounding.seed, rounding.step = seed_of(self.lowmem, self.args), self.state.global_step
+        if self.model is not None:
+            number_steps(self.model, seed_of(self.lowmem, self.args), self.state.global_step)
         if streamer is not None:
             streamer.early = self._unclipped() and self.accelerator.sync_gradients
             streamer.early_norms.clear()
@@ -169,12 +171,16 @@ class LowMemMixin(_TrainerBase):
         return super().floating_point_ops(inputs)
 
     def _step_with_room(self, again: Again | None, args: Any, kwargs: Any) -> Tensor:
+        roundings = [] if self.model is None else roundings_of(self.model)
+        backwards = [(rounding, rounding.backwards()) for rounding in roundings]
         while True:
             try:
                 return super().training_step(*fresh(args), **fresh(kwargs))
             except torch.OutOfMemoryError as error:
                 failed = error.with_traceback(None)  # which would keep the activations
             self._make_room(failed, again)
+            for rounding, before in backwards:
+                rounding.go_back(before)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """See ``Trainer``. Where the GPU runs out of memory, blocks that were kept there move to RAM."""
@@ -253,9 +259,9 @@ class LowMemMixin(_TrainerBase):
         super()._move_model_to_device(model, device)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """See ``Trainer``. A model that is only evaluated, TRL's reference say, is streamed like the trained one."""
+        """See ``Trainer``. A model that is only evaluated, TRL's reference say, is treated like the trained one."""
         super().create_accelerator_and_postprocess()
-        if not self._streams():
+        if not self._streams() and self.lowmem.compute == "model":
             return
         prepare = self.accelerator.prepare_model
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
 
 from hf_lowmem import LowMemTrainer
-from hf_lowmem.experts import Experts, Grouped8, expert_parameters, outer_products
+from hf_lowmem.experts import Grouped8, WithExperts, expert_parameters, outer_products
 from hf_lowmem.integers import How, Linear8, Rounding
 from hf_lowmem.kernels import int8
 from hf_lowmem.kernels.int8 import quantize_rows
@@ -106,7 +108,7 @@ def test_taken_off_again() -> None:
     dequantize(model)
     assert rounding_of(model) is None
     assert torch.equal(losses(model)[0], losses(plain)[0])
-    assert not any(isinstance(vars(m).get("lowbit"), Experts) for m in model.modules())
+    assert not any("lowbit" in vars(m) for m in model.modules())
 
 
 def test_copied() -> None:
@@ -122,15 +124,68 @@ def test_copied() -> None:
     assert torch.equal(losses(other)[0], losses(moe("qwen3"))[0])
 
 
+def test_quantized_in_parts_and_pickled(tmp_path) -> None:
+    model = moe("qwen3")
+    quantize(model)
+    with pytest.raises(ValueError, match="computes in integers already"):
+        quantize(model)
+    torch.save(model, tmp_path / "model.pt")
+    other = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert torch.equal(losses(model)[0], losses(other)[0])
+    dequantize(model)
+    assert torch.equal(losses(model)[0], losses(moe("qwen3"))[0])
+    assert not any(isinstance(m, WithExperts) for m in model.modules())
+
+
+def test_interrupted_and_in_threads() -> None:
+    model = moe("qwen3")
+    quantize(model)
+    experts = experts_of(model)
+
+    def interrupt(module, args):
+        raise KeyboardInterrupt
+
+    handle = experts.act_fn.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        experts(torch.randn(5, 128), torch.zeros(5, 2, dtype=torch.long), torch.ones(5, 2))
+    handle.remove()
+    assert not _get_current_function_mode_stack()
+
+    def evaluate(tokens: int) -> torch.Tensor:
+        with torch.no_grad():
+            return model(torch.arange(tokens)[None]).logits
+
+    model.eval()
+    expected = {tokens: evaluate(tokens) for tokens in (1, 24)}
+    with ThreadPoolExecutor(4) as pool:
+        for tokens, found in zip([1, 24] * 4, pool.map(evaluate, [1, 24] * 4), strict=True):
+            assert torch.equal(found, expected[tokens])
+
+
+def test_one_by_one_under_autocast() -> None:
+    """As the plain experts, whose products autocast casts."""
+    model = moe("qwen3", "eager")
+    plain = copy.deepcopy(model)
+    quantize(model)
+    dtypes: list[list[torch.dtype]] = []
+    for one in (model, plain):
+        seen: list[torch.dtype] = []
+        experts_of(one).act_fn.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out.dtype))
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, _ = losses(one)
+        dtypes.append(seen)
+        assert loss.isfinite()
+    assert set(dtypes[0]) == set(dtypes[1]) == {torch.bfloat16}
+
+
 def test_after_a_forward_that_failed_products_are_torchs_again() -> None:
     model = moe("qwen3")
     quantize(model)
     experts = experts_of(model)
-    with pytest.raises((IndexError, RuntimeError)):
+    with pytest.raises((IndexError, RuntimeError, ValueError)):
         experts(torch.randn(5, 77), torch.zeros(5, 2, dtype=torch.long), torch.ones(5, 2))
     x, w = torch.randn(3, 128), experts.gate_up_proj[0]
     assert torch.equal(F.linear(x, w), x @ w.t())
-    assert not experts.lowbit._entered
 
 
 @pytest.mark.parametrize("by_output", [True, False])
@@ -180,7 +235,9 @@ def test_which_parameters_are_experts() -> None:
     module = nn.Module()
     module.large, module.small = nn.Parameter(torch.zeros(2, 64, 64)), nn.Parameter(torch.zeros(9, 64, 4))
     module.flat = nn.Parameter(torch.zeros(64, 64))
+    module.positions = nn.Parameter(torch.zeros(1, 64, 64))
     assert expert_parameters(module) == ["large"]
+    assert expert_parameters(nn.Bilinear(64, 64, 64)) == []
     assert expert_parameters(nn.Conv1d(64, 64, 64)) == []
 
 

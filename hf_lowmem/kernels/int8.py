@@ -169,6 +169,7 @@ def product(a: Rows, b: Rows, dtype: torch.dtype, bias: Tensor | None = None) ->
 
     Returns: ``[m, n]``.
     """
+    check_depth(a, b)
     if a.codes.shape[1] > DEEPEST:
         return product_in_parts(product, a, b, dtype, bias)
     return _scaled(integer_product(a.codes, b.codes).float(), a, b, dtype, bias)
@@ -210,6 +211,12 @@ def product_in_parts(
     return _scaled(total, a, b, dtype, bias)
 
 
+def check_depth(a: Rows, b: Rows) -> None:
+    """Raises: ValueError where the rows of two matrices are not of one length."""
+    if a.codes.shape[1] != b.codes.shape[1]:
+        raise ValueError(f"rows of {a.codes.shape[1]} codes have no product with rows of {b.codes.shape[1]}")
+
+
 def _scaled(out: Tensor, a: Rows, b: Rows, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
     if a.scale is not None:
         out *= a.scale[:, None]
@@ -232,8 +239,8 @@ def integer_product(a: Tensor, b: Tensor) -> Tensor:
     (m, k), n = a.shape, len(b)
     if not (m and k and n):
         return torch.zeros(m, n, dtype=torch.int32, device=a.device)
-    if a.device.type == "cpu":
-        return torch._int_mm(a, b.t())
+    if a.device.type == "cpu" and min(m, k, n) > 1:  # else strides say little, and torch 2.13 takes them for others
+        return torch._int_mm(a.contiguous(), b.contiguous().t())
     if a.device.type == "cuda":  # cuBLAS takes 17 rows or more, and multiples of 8
         a, b = _padded(a, max(17, m), -(-k // 8) * 8), _padded(b, -(-n // 8) * 8, -(-k // 8) * 8)
         return torch._int_mm(a, b.t())[:m, :n]

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .int8 import DEEPEST, Rows, product_in_parts
+from .int8 import DEEPEST, Rows, check_depth, product_in_parts
 from .triton_rows import ALIGNED, quantize_both, quantize_columns, quantize_rows, rotated_rows, turned_codes
 
 try:
@@ -53,6 +53,7 @@ GROUPED, GROUPED_IN_LESS = (128, 128, 128, 4, 3), (128, 128, 64, 4, 4)
 def product(a: Rows, b: Rows, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """See ``int8.product``; all on one CUDA device. Fastest where the codes of both are contiguous."""
     (m, k), n = a.codes.shape, len(b.codes)
+    check_depth(a, b)
     if k > DEEPEST:
         return product_in_parts(product, a, b, dtype, bias)
     out = torch.empty(m, n, dtype=dtype, device=a.codes.device)

@@ -149,6 +149,24 @@ def test_integer_products_are_exact(m, k, n) -> None:
         assert (integer_product(full, -full) == -(127**2) * k).all()
 
 
+def test_integer_products_of_every_layout() -> None:
+    """torch 2.13's own takes strides of (1, 1) for others."""
+    generator = torch.Generator().manual_seed(0)
+    for m in (1, 2, 5):
+        for k in (1, 2, 44):
+            for n in (1, 3):
+                a = torch.randint(-127, 128, (m, k), dtype=torch.int8, generator=generator)
+                b = torch.randint(-127, 128, (n, k), dtype=torch.int8, generator=generator)
+                for one in (a, a.t().contiguous().t(), a.expand(m, k), a.repeat(2, 1)[::2]):
+                    for other in (b, b.t().contiguous().t()):
+                        assert torch.equal(integer_product(one, other).long(), one.long() @ other.long().t())
+
+
+def test_rows_of_other_lengths_have_no_product() -> None:
+    with pytest.raises(ValueError, match="rows of 4 codes have no product with rows of 5"):
+        product(quantize_rows(torch.ones(2, 4)), quantize_rows(torch.ones(2, 5)), torch.float32)
+
+
 def test_without_integer_products_the_same_sums(monkeypatch) -> None:
     """As on a device for which torch has none."""
     a = torch.randint(-127, 128, (7, 3000), dtype=torch.int8)
