@@ -382,7 +382,8 @@ def _given_scale(
     given = tl.load(given_ptr + at, mask=there, other=0)
     if FROM_TOPS:
         given = _scale_of(given, SMALLEST, UNIT)
-        tl.store(scale_ptr + at, given, mask=there & writes)
+        if writes:
+            tl.store(scale_ptr + at, given, mask=there)
     return given
 
 
