@@ -9,7 +9,7 @@ import pytest
 import torch
 
 SCRIPT = """
-import sys
+import os, sys
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -46,9 +46,9 @@ for _ in range(2):
         grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
         error = ((grad - exact.grad).norm() / exact.grad.norm()).item()
         assert 0 < error < 0.03, error
-print("close", flush=True)
 dist.barrier()
-dist.destroy_process_group()
+print("close", flush=True)
+os._exit(0)  # gloo's threads now and then abort a process that takes them down
 """
 
 
@@ -58,5 +58,7 @@ def test_two_processes(tiny, tmp_path, kind) -> None:
     if not torch.distributed.is_available():
         pytest.skip("this torch has no torch.distributed")
     with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(tiny.python, SCRIPT, str(rank), str(tmp_path / "store"), kind) for rank in range(2)]
-    assert [run.result().stdout for run in runs] == ["close\n"] * 2
+        argv = [(str(rank), str(tmp_path / "store"), kind) for rank in range(2)]
+        runs = [pool.submit(tiny.python, SCRIPT, *each, check=False) for each in argv]
+    for done in (run.result() for run in runs):
+        assert done.stdout == "close\n", done.stderr[-3000:]  # said when all has been compared
