@@ -200,6 +200,21 @@ def _scaled(
 
 
 @triton.jit
+def _sum(a_ptrs, b_ptrs, a_column, b_column, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+    """Integer sums of a tile: pointers are to its first ``DEPTH`` columns of ``a``, and of ``b`` turned round."""
+    depth = tl.arange(0, DEPTH)
+    total = tl.zeros((ROWS, COLUMNS), tl.int32)
+    for start in range(0, k, DEPTH):
+        left = k - start
+        a = tl.load(a_ptrs, mask=depth[None, :] < left, other=0)
+        b = tl.load(b_ptrs, mask=depth[:, None] < left, other=0)
+        total = tl.dot(a, b, total, out_dtype=tl.int32)
+        a_ptrs += DEPTH * a_column
+        b_ptrs += DEPTH * b_column
+    return total
+
+
+@triton.jit
 def _copied(
     a_tiles,
     b_tiles,
@@ -264,14 +279,7 @@ def _product(
     # Rows beyond the last one are read from the first ones again, and not written.
     a_ptrs = a_ptr + (rows % m).to(tl.int64)[:, None] * a_row + depth[None, :] * a_column
     b_ptrs = b_ptr + (columns % n).to(tl.int64)[None, :] * b_row + depth[:, None] * b_column
-    total = tl.zeros((ROWS, COLUMNS), tl.int32)
-    for start in range(0, k, DEPTH):
-        left = k - start
-        a = tl.load(a_ptrs, mask=depth[None, :] < left, other=0)
-        b = tl.load(b_ptrs, mask=depth[:, None] < left, other=0)
-        total = tl.dot(a, b, total, out_dtype=tl.int32)
-        a_ptrs += DEPTH * a_column
-        b_ptrs += DEPTH * b_column
+    total = _sum(a_ptrs, b_ptrs, a_column, b_column, k, ROWS, COLUMNS, DEPTH)
     out = _scaled(total, a_scale_ptr, b_scale_ptr, bias_ptr, rows, columns, m, n, A_SCALED, B_SCALED, BIAS)
     there = (rows < m)[:, None] & (columns < n)[None, :]
     tl.store(out_ptr + rows.to(tl.int64)[:, None] * n + columns[None, :], out, mask=there)
@@ -321,14 +329,7 @@ def _grouped(
         a_ptrs = a_ptr + a_rows.to(tl.int64)[:, None] * a_row + depth[None, :] * a_column
         b_ptrs = b_ptr + group.to(tl.int64) * b_group
         b_ptrs += (columns % n).to(tl.int64)[None, :] * b_row + depth[:, None] * b_column
-        total = tl.zeros((ROWS, COLUMNS), tl.int32)
-        for begin in range(0, k, DEPTH):
-            left = k - begin
-            a = tl.load(a_ptrs, mask=depth[None, :] < left, other=0)
-            b = tl.load(b_ptrs, mask=depth[:, None] < left, other=0)
-            total = tl.dot(a, b, total, out_dtype=tl.int32)
-            a_ptrs += DEPTH * a_column
-            b_ptrs += DEPTH * b_column
+        total = _sum(a_ptrs, b_ptrs, a_column, b_column, k, ROWS, COLUMNS, DEPTH)
         out = _scaled(
             total,
             a_scale_ptr,
