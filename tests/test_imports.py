@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "kernels.triton_adam": {"codec", "kernels.adam", "kernels.triton_kernel"},
     "kernels.triton_kernel": set(),
     "kernels.int8": {"codec"},
+    "kernels.weights": {"codec", "kernels.int8"},
     "kernels.triton_int8": {"kernels.int8", "kernels.triton_rows"},
     "kernels.triton_rows": {"kernels.int8", "kernels.triton_kernel"},
     "integers": {"codec", "kernels.__init__", "kernels.int8", "kernels.triton_int8"},
