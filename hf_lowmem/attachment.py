@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from importlib.util import find_spec
 from typing import Any
@@ -17,10 +17,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from .block import Block
 from .checkpointing import take_all_out
 from .config import LowMemConfig
+from .kernels.weights import FORMS, WeightForm
 from .layer import gradient_dtype
 from .link import CudaLink, HostLink
 from .loss import use_stock_loss
-from .lowbit import use_compute
+from .lowbit import layer_weights, use_compute
 from .memory import ram_bytes, use_expandable_segments
 from .plan import Footprint, Plan, footprint, spread
 from .scaler import wait_for_scales
@@ -44,11 +45,11 @@ def attach(model: nn.Module, config: LowMemConfig, device: torch.device | str | 
     Args:
         model: a model of transformers, or one with an ``nn.ModuleList`` of equal blocks; also within PEFT's wrappers.
             Its dtypes are final: cast it before.
-        config: ``offload``, ``gradient_dtype``, ``compute``, ``grad_weight`` and ``debug`` are read.
+        config: ``offload``, ``weights``, ``gradient_dtype``, ``compute``, ``grad_weight`` and ``debug`` are read.
         device: where it computes. None: the current CUDA device, or host memory where there is none.
 
     Returns:
-        The streamer; None with ``offload="none"``.
+        The streamer; None with ``offload="none"``, but for weights in few bits.
 
     Raises:
         TypeError: ``config`` is none.
@@ -66,7 +67,7 @@ def attach(model: nn.Module, config: LowMemConfig, device: torch.device | str | 
     if not attached:
         widen_gradients(model, config, where)
         use_compute(model, config, where)
-    if share == 0:
+    if share == 0 and config.weights == "model":
         model.to(where)
         return None
     if attached:
@@ -74,9 +75,9 @@ def attach(model: nn.Module, config: LowMemConfig, device: torch.device | str | 
             f"{type(model).__name__}, or a model within it or around it, is attached already: call detach(model) "
             "before it is attached anew"
         )
-    blocks = streamed_blocks(model, share)
+    blocks = blocks_of(model, config, where)
     check_room(model, blocks, config, where)
-    return hang(model, blocks, where, config.debug)
+    return hang(model, blocks, config, where)
 
 
 def widen_gradients(model: nn.Module, config: LowMemConfig, device: torch.device) -> None:
@@ -143,16 +144,16 @@ def share_of(config: LowMemConfig, device: torch.device) -> Fraction:
 
 
 def hang(
-    model: nn.Module, blocks: list[Block], device: torch.device, debug: bool, shelf: RamShelf | None = None
+    model: nn.Module, blocks: list[Block], config: LowMemConfig, device: torch.device, shelf: RamShelf | None = None
 ) -> Streamer:
     """Attaches these blocks of a model: on the shelf given, where their weights may be already, or else a new one."""
     if shelf is None:
-        shelf = RamShelf([b.layer for b in blocks], [b.gradient_layer for b in blocks], pin=device.type == "cuda")
+        shelf = shelf_of(blocks, device)
     if device.type == "cuda":
         use_expandable_segments()
         wait_for_scales()
     link = CudaLink(_with_index(device)) if device.type == "cuda" else HostLink()
-    streamer = Streamer(model, blocks, shelf, link, debug=debug)
+    streamer = Streamer(model, blocks, shelf, link, debug=config.debug)
     for block in blocks:
         _keep_home(block)
         vars(block.module)[_STREAMER] = streamer
@@ -161,7 +162,17 @@ def hang(
         if module not in inside:
             module._apply = functools.partial(_apply_after_a_look, weakref.ref(module))  # type: ignore[method-assign]
     model.to(device)
+    passing = set(spread(len(blocks), share_of(config, device))) if config.weights != "model" else range(len(blocks))
+    for number, block in enumerate(blocks):
+        if number not in passing:
+            streamer.keep(block)
     return streamer
+
+
+def shelf_of(blocks: list[Block], device: torch.device) -> RamShelf:
+    """A place in host memory for these blocks."""
+    layers, gradients, coded = zip(*((b.layer, b.gradient_layer, b.coded_layer) for b in blocks), strict=True)
+    return RamShelf(layers, gradients, pin=device.type == "cuda", coded=coded)
 
 
 def detach(model: nn.Module) -> None:
@@ -196,6 +207,22 @@ def streamer_of(model: nn.Module) -> Streamer | None:
     return next((vars(module)[_STREAMER] for module in model.modules() if _STREAMER in vars(module)), None)
 
 
+def check_attached(model: nn.Module, streamer: Streamer, config: LowMemConfig, device: torch.device) -> None:
+    """Raises: ValueError where a model is attached in another way than a config says. ``offload="none"``: in any."""
+    forms = {form.name for block in streamer.blocks for form in block.forms.values()} or {"model"}
+    passing = sum(not block.kept for block in streamer.blocks)
+    if config.weights == "model":
+        fits = len(streamed_blocks(model, share_of(config, device))) == len(streamer.blocks)
+    else:
+        fits = config.offload == "auto" or passing == len(spread(len(streamer.blocks), share_of(config, device)))
+    if {config.weights} != forms or (config.offload != "none" and not fits):
+        raise ValueError(
+            f'offload="{config.offload}", weights="{config.weights}" is not how {type(model).__name__} is attached: '
+            f'{passing} streamed blocks and weights="{forms.pop()}": call detach(model) first, or leave it so with '
+            'offload="none" and the same weights'
+        )
+
+
 # -- what is streamed ---------------------------------------------------------------------------------------------
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The model's repeated blocks, in the order of its modules: those that transformers checkpoints, or else the
@@ -224,8 +251,30 @@ def _alike(modules: nn.ModuleList) -> bool:
     return len(modules) > 1 and len({type(m) for m in modules}) == 1 and any(True for _ in modules[0].parameters())
 
 
-def streamed_blocks(model: nn.Module, share: Fraction) -> list[Block]:
-    """The blocks of this share of all blocks, evenly spread, with those of their parameters that are theirs alone."""
+def blocks_of(model: nn.Module, config: LowMemConfig, device: torch.device) -> list[Block]:
+    """The blocks that a streamer is to know: those that are streamed. All, where their weights are seen in few bits:
+    those that stay on the device are too.
+    """
+    if config.weights == "model":
+        return streamed_blocks(model, share_of(config, device))
+    form = FORMS[config.weights]
+    forms = {p: form for p in layer_weights(model) if form.takes(tuple(p.shape))}
+    if not forms:
+        raise ValueError(
+            f"{type(model).__name__} has no weight that could be written as {form.name}: none of a plain nn.Linear, "
+            f"Conv1D or experts whose rows have a multiple of {form.group or 1} values"
+        )
+    return streamed_blocks(model, Fraction(1), forms)
+
+
+def streamed_blocks(
+    model: nn.Module, share: Fraction, forms: Mapping[nn.Parameter, WeightForm] | None = None
+) -> list[Block]:
+    """The blocks of this share of all blocks, evenly spread, with those of their parameters that are theirs alone.
+
+    Args:
+        forms: of the weights that cross the link in few bits.
+    """
     found = find_blocks(model)
     count = len(found)
     chosen = [found[i] for i in spread(count, share)]
@@ -240,7 +289,7 @@ def streamed_blocks(model: nn.Module, share: Fraction) -> list[Block]:
         own = [(n, p) for n, p in module.named_parameters() if users[p] == 1]
         params = _without_small_trained(own)
         if params:
-            blocks.append(Block(name, module, params))
+            blocks.append(Block(name, module, params, {p: forms[p] for _, p in params if forms and p in forms}))
     if not blocks:
         raise ValueError(
             f"none of the {count} blocks of {type(model).__name__} has parameters that are its own alone, so nothing "
@@ -273,7 +322,8 @@ def check_room(model: nn.Module, blocks: list[Block], config: LowMemConfig, devi
     """Raises: DoesNotFit if there is no room for the weights alone. They need not have memory yet."""
     streamed = {p for block in blocks for _, p in block.params}
     outside = sum(p.nbytes for p in model.parameters() if p not in streamed)
-    passing = (AHEAD + 1) * max(block.layer.nbytes for block in blocks)
+    sizes = [(block.layer.nbytes, (block.coded_layer or block.layer).nbytes) for block in blocks]
+    passing = max(whole + AHEAD * coming for whole, coming in sizes)
     gpu_budget = config.gpu_bytes
     if gpu_budget is None and device.type == "cuda":
         gpu_budget = torch.cuda.mem_get_info(device)[1]
@@ -281,13 +331,18 @@ def check_room(model: nn.Module, blocks: list[Block], config: LowMemConfig, devi
         blocks=len(blocks),
         streamed=len(blocks),
         on_gpu=Footprint(weights=outside),
-        in_ram=Footprint(weights=sum(p.nbytes for p in streamed)),
+        in_ram=Footprint(weights=sum(p.nbytes for p in streamed) + coded_bytes(blocks)),
         work=passing,
         gpu_budget=gpu_budget,
         ram_budget=config.cpu_bytes or ram_bytes(),
     )
     half = sum(p.nbytes // 2 for p in streamed if p.dtype is torch.float32)
     plan.check({'dtype="bfloat16"': (0, half)})
+
+
+def coded_bytes(blocks: Sequence[Block]) -> int:
+    """Bytes of host memory that weights in few bits take beside the weights themselves."""
+    return sum(block.coded_layer.nbytes for block in blocks if block.coded_layer is not None)
 
 
 # -- where it stays -----------------------------------------------------------------------------------------------

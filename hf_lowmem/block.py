@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from .kernels.weights import WeightForm, empty
 from .layer import Layer, gradient_dtype
-from .link import Slot
-from .shelf import Shelf
 
 
 class Updates(Protocol):
@@ -36,9 +35,11 @@ class Block:
         name: its name within the model.
         module: the module.
         params: (name within the module, parameter) of what is streamed of it.
+        forms: of those whose weights cross the link in few bits, how they are written.
 
     Attributes:
         layer: how these lie in one slab.
+        coded_layer: how they lie in one where some have a form: codes and scales of these. None where none has.
         trained: those that are trained.
         gradient_layer: how their gradients lie in one slab; None if there are none.
         backward: whether it is in the state BACKWARD.
@@ -51,8 +52,10 @@ class Block:
     name: str
     module: nn.Module
     params: Sequence[tuple[str, nn.Parameter]]
+    forms: Mapping[nn.Parameter, WeightForm] = field(default_factory=dict)
     number: int = -1
     layer: Layer = field(init=False)
+    coded_layer: Layer | None = field(init=False)
     trained: tuple[nn.Parameter, ...] = field(init=False)
     gradient_layer: Layer | None = field(init=False)
     backward: bool = field(default=False, init=False)
@@ -63,10 +66,24 @@ class Block:
 
     def __post_init__(self) -> None:
         self.layer = Layer.of([(name, p.data) for name, p in self.params])
+        self.coded_layer = Layer.of(list(self._coded())) if self.forms else None
         self.trained = tuple(p for _, p in self.params if p.requires_grad)
         shapes = [torch.empty(p.shape, dtype=gradient_dtype(p), device="meta") for p in self.trained]
         gradients = [(str(i), shape) for i, shape in enumerate(shapes)]
         self.gradient_layer = Layer.of(gradients) if gradients else None
+
+    def _coded(self) -> Iterator[tuple[str, Tensor]]:
+        for name, p in self.params:
+            form = self.forms.get(p)
+            if form is None:
+                yield name, p.data
+            else:
+                yield from zip((name, f"{name}_scale"), empty(tuple(p.shape), form, "meta"), strict=True)
+
+    @property
+    def largest_passing(self) -> int:
+        """Bytes of the device that its weights take at most while it passes through."""
+        return self.layer.nbytes + (0 if self.coded_layer is None else self.coded_layer.nbytes)
 
 
 class AfterBackward(torch.autograd.Function):
@@ -81,39 +98,3 @@ class AfterBackward(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         ctx.done()
         return None, gradient
-
-
-class Copy:
-    """A layer's bytes on the device: the slot, its views, and the ticket of the fetch that fills it."""
-
-    def __init__(self, layer: Layer, device: torch.device, debug: bool) -> None:
-        self.slot = Slot(layer.nbytes, device, debug)
-        self.views = layer.views(self.slot.buffer)
-        self.slot.empty()
-        self.ticket: Any = None
-        self.there = False
-
-
-class Place:
-    """Where a block's tensors are, at home and on the device."""
-
-    def __init__(self, block: Block, shelf: Shelf, device: torch.device, debug: bool) -> None:
-        self.home = block.layer.views(shelf.weights(block.number))
-        for (_, p), view in zip(block.params, self.home, strict=True):
-            if p.data_ptr() != view.data_ptr():  # not loaded into its place
-                view.copy_(p.data)
-            p.data = view
-        self.weights = Copy(block.layer, device, debug)
-        self.gradients = None if block.gradient_layer is None else Copy(block.gradient_layer, device, debug)
-        self.gradient_home: list[Tensor] = []  # views of the shelf's place, once it has been taken
-        self.bound = False
-        self._params = [p for _, p in block.params]
-        self._round, self._versions = -1, [0]
-
-    def is_for(self, number: int) -> None:
-        """Says for which round the copy of the weights has been fetched just now."""
-        self._round, self._versions = number, [p._version for p in self._params]
-
-    def is_of(self, number: int) -> bool:
-        """Whether the copy of the weights is for this round, and nobody has written them since through torch."""
-        return self._round == number and self._versions == [p._version for p in self._params]

@@ -111,6 +111,9 @@ class LowMemConfig:
             weights and activations; ``"int8"``, 8-bit integers; ``"auto"``, ``"int8"`` on a GPU where that is fast.
         grad_weight: with ``compute="int8"``, what the products that make weight gradients are computed in: ``"int8"``
             too, or ``"model"``.
+        weights: how the weights of linear layers within blocks cross the link, and what the device sees of them:
+            ``"model"``, as they are; ``"int8"`` or ``"int4"``, written in 8 or 4 bits after each update. They rest at
+            home as they are, with their masters.
         micro_batch_size: samples of a batch that a checkpointed block computes at a time, while its weights are on the
             device. None: all. Instead of ``gradient_accumulation_steps``, where blocks are streamed.
         debug: fill the device's memory of a block with NaN when it has been used, so that whoever reads it too late
@@ -162,6 +165,9 @@ class LowMemConfig:
     grad_weight: str = field(
         default="int8", metadata={"help": "What they compute weight gradients in then: int8 or model."}
     )
+    weights: str = field(
+        default="model", metadata={"help": "How weights of blocks cross the link: model, int8 or int4."}
+    )
     micro_batch_size: int | None = field(
         default=None, metadata={"help": "Samples that a block computes at a time; default: all of a batch."}
     )
@@ -181,6 +187,7 @@ class LowMemConfig:
         self._check_word("gradient_dtype", ("fp32", "stochastic", "auto", "model"), "that gradients are accumulated in")
         self._check_word("compute", ("int8", "auto", "model"), "that linear layers compute in")
         self._check_word("grad_weight", ("int8", "model"), "that weight gradients are computed in")
+        self._check_word("weights", ("int8", "int4", "model"), "that weights can cross the link in")
         if self.micro_batch_size is not None:
             self._check_integer("micro_batch_size", 1, None, "leave it out for whole batches")
         parse_bytes(self.staging_memory, "staging_memory")
@@ -360,7 +367,14 @@ def _value(key: str, value: Any) -> Any:
         raise ValueError(f"optim_args sets {key}, which is a flag of TrainingArguments: write {flag} there instead")
     if key not in _fields():
         raise ValueError(f"optim_args has the unknown key {key!r}{_meant(key)}: the keys are {_listed()}")
-    if not isinstance(value, str) or key in ("staging_memory", "offload", "gradient_dtype", "compute", "grad_weight"):
+    if not isinstance(value, str) or key in (
+        "staging_memory",
+        "offload",
+        "gradient_dtype",
+        "compute",
+        "grad_weight",
+        "weights",
+    ):
         return value
     optional = ("threads", "seed", "gpu_memory", "cpu_memory", "offload_activations", "micro_batch_size")
     if key in optional and value.lower() == "none":

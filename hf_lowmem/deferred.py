@@ -201,11 +201,13 @@ class Deferred:
     Attributes:
         groups: the number of each parameter that is deferred.
         travels: so many groups at the beginning a GPU is expected to take; 0: it takes none at all.
+        then: is called with a group's number when the CPU has done its update, before others may see it.
     """
 
     def __init__(self) -> None:
         self.groups: dict[Tensor, int] = {}
         self.travels = 0
+        self.then: Callable[[int], object] | None = None
         self._late = LateUpdates()
         self._slabs: dict[int, StateSlab] = {}
         self._queue: dict[int, tuple[Job, Luggage | None, int]] = {}  # with the number of values
@@ -213,9 +215,12 @@ class Deferred:
         self._seconds = 0.0  # that the CPU takes for a value, lately
         self._ended = 0.0  # when the latest job was over
 
-    def set_groups(self, groups: Iterable[Iterable[Tensor]], travels: int) -> None:
+    def set_groups(
+        self, groups: Iterable[Iterable[Tensor]], travels: int, then: Callable[[int], object] | None = None
+    ) -> None:
         """Replaces the groups, once earlier updates are done."""
         self.wait()
+        self.then = then
         self.groups = {p: number for number, group in enumerate(groups) for p in group}
         self.travels = travels
         numbers = set(self.groups.values()) if travels else set()
@@ -269,6 +274,8 @@ class Deferred:
         def timed(ending: Callable[[], None]) -> None:
             start = time.perf_counter()
             job(0, ending)
+            if self.then is not None:
+                self.then(number)
             end = time.perf_counter()  # what began before another's end had only the cores that that one left
             seconds = (end - max(start, self._ended)) / max(values, 1)
             self._seconds = seconds if self._seconds == 0 else 0.8 * self._seconds + 0.2 * seconds
@@ -299,6 +306,8 @@ class Deferred:
         def rest(ending: Callable[[], None]) -> None:
             wait()
             job(start, ending)
+            if self.then is not None:
+                self.then(number)
 
         self._late.add(number, rest)
 

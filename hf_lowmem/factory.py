@@ -72,12 +72,12 @@ def stock_optimizer(args: TrainingArguments, model: nn.Module | None) -> tuple[t
 
 def _check_offload(config: LowMemConfig, model: nn.Module | None) -> None:
     """Raises: ValueError where blocks are to be streamed and nobody has seen to it."""
-    streams = share_of(config, device_or_default(None)) > 0
+    streams = share_of(config, device_or_default(None)) > 0 or config.weights != "model"
     if streams and (model is None or streamer_of(model) is None):
         raise ValueError(
-            f'offload="{config.offload}" streams a model\'s blocks, which the stock Trainer and the optimizer alone do '
-            "not do: use LowMemTrainer (or class MyTrainer(LowMemMixin, ...)), or call attach(model, config) before "
-            "the model is moved to the GPU"
+            f'offload="{config.offload}", weights="{config.weights}" streams a model\'s blocks, or shows the device '
+            "weights in few bits, which the stock Trainer and the optimizer alone do not do: use LowMemTrainer (or class "
+            "MyTrainer(LowMemMixin, ...)), or call attach(model, config) before the model is moved to the GPU"
         )
     ours = {
         "compute": config.compute == "int8" and (model is None or rounding_of(model) is None),

@@ -25,7 +25,7 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .attachment import check_room, device_or_default, hang, share_of, streamed_blocks, widen_gradients
+from .attachment import blocks_of, check_room, device_or_default, hang, share_of, shelf_of, widen_gradients
 from .block import Block
 from .config import LowMemConfig
 from .layer import Layer
@@ -76,12 +76,12 @@ def load(
     device = device_or_default(device)
     if model_config is not None:
         kwargs["config"] = model_config
-    share = share_of(config, device)
-    _check_arguments(name_or_path, kwargs, streamed=share > 0)
-    if share:
+    streamed = share_of(config, device) > 0 or config.weights != "model"
+    _check_arguments(name_or_path, kwargs, streamed=streamed)
+    if streamed:
         _check_unquantized(name_or_path, kwargs)
     filling = Filling(config, device)
-    if share:
+    if streamed:
         kwargs["quantization_config"] = filling
     elif device.type != "cpu":
         kwargs["device_map"] = {"": device}
@@ -94,7 +94,7 @@ def load(
         ) from error
     except _Failed as failed:
         raise failed.error from None
-    if share:
+    if streamed:
         model, info = loaded if isinstance(loaded, tuple) else (loaded, {})
         filling.check_shapes(model, bool(kwargs.get("ignore_mismatched_sizes")), info)
         filling.finish(model)
@@ -106,7 +106,7 @@ class Filling(QuantizationConfigMixin):
     """One load: where its tensors go. To transformers it is the configuration of a quantization.
 
     Args:
-        config: ``offload`` and ``debug`` are read.
+        config: ``offload``, ``weights`` and ``debug`` are read.
         device: of what is not streamed.
     """
 
@@ -130,10 +130,9 @@ class Filling(QuantizationConfigMixin):
     def begin(self, model: nn.Module) -> None:
         """Lays out the slabs of a model on the meta device."""
         widen_gradients(model, self.config, self.device)
-        self._blocks = streamed_blocks(model, self.config.offload_share)
+        self._blocks = blocks_of(model, self.config, self.device)
         check_room(model, self._blocks, self.config, self.device)
-        layers = [b.layer for b in self._blocks]
-        self._shelf = RamShelf(layers, [b.gradient_layer for b in self._blocks], pin=self.device.type == "cuda")
+        self._shelf = shelf_of(self._blocks, self.device)
         self._expected = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
         # Parameters that are to be one soon are not a block's own. from_pretrained compares them: on one device.
         tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
@@ -199,11 +198,11 @@ class Filling(QuantizationConfigMixin):
         Then all blocks move to slabs that fit, one after another.
         """
         widen_gradients(model, self.config, self.device)  # its parameters may be others now
-        blocks = streamed_blocks(model, self.config.offload_share)
+        blocks = blocks_of(model, self.config, self.device)
         fits = [_places_in(b) for b in blocks] == [_places_in(b) for b in self._blocks]
         shelf = self._shelf if fits else None
         self._blocks, self._shelf = [], None
-        hang(model, blocks, self.device, self.config.debug, shelf)
+        hang(model, blocks, self.config, self.device, shelf)
         trim()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,16 +40,12 @@ def quantize(model: nn.Module, compute: str = "int8", grad_weight: str = "int8")
         )
     if grad_weight not in ("model", "int8"):
         raise ValueError(f'grad_weight={grad_weight!r} is neither "model" nor "int8"')
-    kept = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
-    for owner in model.modules():
-        find: Any = getattr(owner, "get_output_embeddings", None)
-        weight = getattr(find(), "weight", None) if find is not None else None
-        kept |= {weight} if isinstance(weight, nn.Parameter) else set()
     rounding = rounding_of(model) or Rounding()
     names: list[str] = []
-    for name, module in model.named_modules():
-        if "lowbit" not in vars(module) and not _is_other(name):
-            names += [f"{name}.{p}" if p else name for p in _swap(module, rounding, grad_weight, kept)]
+    for name, module, params in list(_layers(model)):
+        if "lowbit" not in vars(module):
+            _swap(module, params, rounding, grad_weight)
+            names += [name] if params == ["weight"] else [f"{name}.{p}" for p in params]
     if not names and rounding.layers:
         raise ValueError(f"{type(model).__name__} computes in integers already: dequantize(model) undoes that")
     if not names:
@@ -64,20 +61,43 @@ def _is_other(name: str) -> bool:
     return any(part in HEADS or part.startswith("lora_") for part in name.split("."))
 
 
-def _swap(module: nn.Module, rounding: Rounding, grad_weight: str, kept: set[Tensor]) -> list[str]:
-    """Has a module compute in integers. Returns the names of its parameters of three dimensions, "" for a layer."""
-    experts = expert_parameters(module)
-    if experts:
-        install(module, {p: How(rounding, rounding.layers + i, grad_weight) for i, p in enumerate(experts)})
-        rounding.layers += len(experts)
-        return experts
-    swapped, weight = _CLASSES.get(type(module)), getattr(module, "weight", None)
-    if swapped is None or not isinstance(weight, Tensor) or weight in kept or min(weight.shape) < LEAST:
-        return []
-    use_class(module, swapped)
-    vars(module)["lowbit"] = How(rounding, rounding.layers, grad_weight, by_input=swapped is Int8Conv1D)
-    rounding.layers += 1
-    return [""]
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
+    """The layers that few bits are for, whatever they compute in now: names, modules, and their weights' names."""
+    kept = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    for owner in model.modules():
+        find: Any = getattr(owner, "get_output_embeddings", None)
+        weight = getattr(find(), "weight", None) if find is not None else None
+        kept |= {weight} if isinstance(weight, nn.Parameter) else set()
+    for name, module in model.named_modules():
+        if _is_other(name):
+            continue
+        experts, weight = expert_parameters(module), getattr(module, "weight", None)
+        if experts:
+            yield name, module, experts
+        elif (
+            type(module) in (*_CLASSES, *_CLASSES.values())
+            and isinstance(weight, Tensor)
+            and weight not in kept
+            and min(weight.shape) >= LEAST
+        ):
+            yield name, module, ["weight"]
+
+
+def layer_weights(model: nn.Module) -> list[nn.Parameter]:
+    """The weights that may be written in few bits: those of the layers that ``quantize`` takes."""
+    found = (getattr(module, name) for _, module, params in _layers(model) for name in params)
+    return [weight for weight in found if isinstance(weight, nn.Parameter)]
+
+
+def _swap(module: nn.Module, params: list[str], rounding: Rounding, grad_weight: str) -> None:
+    """Has a module compute in integers."""
+    swapped = _CLASSES.get(type(module))
+    if swapped is None:
+        install(module, {p: How(rounding, rounding.layers + i, grad_weight) for i, p in enumerate(params)})
+    else:
+        use_class(module, swapped)
+        vars(module)["lowbit"] = How(rounding, rounding.layers, grad_weight, by_input=swapped is Int8Conv1D)
+    rounding.layers += len(params)
 
 
 def use_compute(model: nn.Module, config: LowMemConfig, device: torch.device) -> None:

@@ -37,7 +37,7 @@ class LowBitAdamW(torch.optim.Optimizer):
     side stream, already during backward as far as `staging_bytes` reach, and its new weight goes up while others are
     updated.
 
-    Parameters of fewer than 4,096 values keep fp32 states; `param_bits` gives the rule for others.
+    Parameters of fewer than 4,096 values keep fp32 states; `param_bits` has the rule for others.
 
     Args:
         params: parameters, parameter groups, or named ones, in float32, bfloat16 or float16. A group may set lr, betas,
@@ -123,8 +123,7 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._deferred.wait()
-        left_out = {"_homes", "_stagings", "_deferred", "_resident", "_on_device"}
-        left_out |= {"_grad_scale", "_grads_finite"}
+        left_out = {"_homes", "_stagings", "_deferred", "_resident", "_on_device", "_grad_scale", "_grads_finite"}
         # A scheduler puts its wrapper of `step` into the instance: it is bound to this one, so it stays here too.
         return {
             key: value
@@ -158,18 +157,21 @@ class LowBitAdamW(torch.optim.Optimizer):
         """
         self._grad_scale, self._grads_finite = float(scale), bool(finite)
 
-    def defer(self, groups: Iterable[Iterable[Tensor]], travels: int = 0) -> None:
+    def defer(
+        self, groups: Iterable[Iterable[Tensor]], travels: int = 0, then: Callable[[int], object] | None = None
+    ) -> None:
         """Lets updates of parameters in host memory go on after ``step`` has returned, group by group, in order.
 
-        Whoever reads such a parameter, or writes its gradient's memory, waits first: ``wait`` for one group,
-        ``synchronize`` for all. The arithmetic is that of a step at once.
+        Whoever reads such a parameter, or writes its gradient's memory, waits first: ``wait`` for one group, or
+        ``synchronize``. The arithmetic is that of a step at once.
 
         Args:
             groups: of parameters; they replace earlier ones.
-            travels: so many groups at the beginning a GPU is expected to take from us at once, by ``take``; 0: it takes
-                none. States that may be taken rest in pinned memory.
+            travels: so many groups at the beginning a GPU is expected to ``take`` at once; 0: none. States that may be
+                taken rest in pinned memory.
+            then: called in the thread that has updated a group, with its number, before ``wait`` returns.
         """
-        self._deferred.set_groups(groups, travels)
+        self._deferred.set_groups(groups, travels, then)
 
     def keep_on_device(self, params: Iterable[Tensor]) -> None:
         """Keeps the states of these parameters on their device, and updates them there. Needs Triton.
@@ -255,9 +257,8 @@ class LowBitAdamW(torch.optim.Optimizer):
         self.skipped_in_a_row = 0
         numbers = self._deferred.settle(p for p, *_ in work)
         self._prepare(work)
-        resident = self._look(staying)
+        resident, at_once = self._look(staying), []
         late: dict[int, list[_Late]] = {}
-        at_once = []
         for (p, group, name), number in zip(work, numbers, strict=True):
             if number is not None and p.grad is not None and self._homes[p].resident.data_ptr() == p.data_ptr():
                 late.setdefault(number, []).append((p, group, p.grad.detach().contiguous().view(-1)))
@@ -299,7 +300,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         self._update_late(number, [(p, groups[p], g.view(-1)) for p, g in grads.items()], 1.0, arrived, used)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """See torch.optim.Optimizer.zero_grad. Zeros are written when deferred updates have read the gradients."""
+        """See torch.optim.Optimizer.zero_grad. Zeros wait for deferred updates, which read the gradients."""
         if not set_to_none:
             self._deferred.wait()
         super().zero_grad(set_to_none)
@@ -380,7 +381,6 @@ class LowBitAdamW(torch.optim.Optimizer):
         self._deferred.add(number, job, [grad for *_, grad in items], arrived is None, luggage)
 
     def _step_there(self, tensors: list[AdamTensor]) -> None:
-        """Steps tensors on their device, in its current stream."""
         if tensors[0].weight.device.type == "cpu":  # a "device" in RAM
             self._skipped_in_ram.extend(filter(None, [native.adam_step(tensors, self.threads)]))
         else:

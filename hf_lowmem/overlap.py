@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Sequence
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any
 
 import torch
@@ -85,8 +85,11 @@ def overlap(streamer: Streamer, optimizer: Any, travels: bool | None = None) -> 
         streamed = {p for block in streamer.blocks for _, p in block.params}
         widths = {p: width for p, width in optimizer.widths().items() if p in streamed}
         travels = device.type == "cuda" and why_not(device, kinds_of(widths)) is None
+    coded = any(block.forms for block in streamer.blocks)
+    travels = travels and not coded  # weights go up that are not the ones that are updated
     at_once = streamer.ahead + 1 if travels else 0
-    optimizer.defer(([] if block.kept else [p for _, p in block.params] for block in streamer.blocks), at_once)
+    groups = [[] if block.kept else [p for _, p in block.params] for block in streamer.blocks]
+    optimizer.defer(groups, at_once, partial(streamer.encode, threads=optimizer.threads) if coded else None)
     streamer.updates = optimizer
     return keep_on_device(optimizer)
 

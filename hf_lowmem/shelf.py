@@ -21,6 +21,9 @@ class Shelf(Protocol):
     def weights(self, number: int) -> Tensor:
         """The home of a layer's bytes."""
 
+    def coded(self, number: int) -> Tensor:
+        """The home of what crosses the link instead of a layer's weights, where that is something else."""
+
     def gradients(self, number: int) -> Tensor:
         """The home of the gradients of a layer's trainable tensors."""
 
@@ -42,13 +45,22 @@ class RamShelf:
         gradients: for each, the layer of its gradients; None where nothing in it is trained. Their memory is taken at
             the first backward.
         pin: whether a GPU copies from and to it.
+        coded: for each, the layer of what crosses the link instead; None where it does itself.
     """
 
-    def __init__(self, layers: Sequence[Layer], gradients: Sequence[Layer | None], pin: bool) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        gradients: Sequence[Layer | None],
+        pin: bool,
+        coded: Sequence[Layer | None] | None = None,
+    ) -> None:
         self._layers, self._gradient_layers, self._pin = layers, gradients, pin
         self._arenas: dict[int, PinnedArena] = {}  # by address of the slab
         self._weights: list[Tensor | None] = [None] * len(layers)
         self._gradients: list[Tensor | None] = [None] * len(layers)
+        self._coded_layers = [None] * len(layers) if coded is None else coded
+        self._coded: list[Tensor | None] = [None] * len(layers)
         self._passing: dict[int, tuple[int, Queue[Tensor]]] = {}  # by size: how many there are, and those that are free
 
     def weights(self, number: int) -> Tensor:
@@ -62,9 +74,16 @@ class RamShelf:
             raise ValueError(f"layer {number} has no gradients: nothing in it is trained")
         return self._slab(self._gradients, number, layer)
 
+    def coded(self, number: int) -> Tensor:
+        """See ``Shelf``. Raises: ValueError if the layer's own weights cross the link."""
+        layer = self._coded_layers[number]
+        if layer is None:
+            raise ValueError(f"layer {number} crosses the link as it is: none of its weights is written in few bits")
+        return self._slab(self._coded, number, layer)
+
     def drop(self, number: int) -> None:
-        """See ``Shelf``. Both are taken anew when they are asked for again."""
-        for slabs in (self._weights, self._gradients):
+        """See ``Shelf``. All are taken anew when they are asked for again."""
+        for slabs in (self._weights, self._gradients, self._coded):
             slab = slabs[number]
             if slab is not None:
                 self._arenas.pop(slab.data_ptr(), None)
@@ -87,7 +106,7 @@ class RamShelf:
     @property
     def nbytes(self) -> int:
         """Bytes of all slabs taken so far."""
-        taken = sum(slab.numel() for slab in (*self._weights, *self._gradients) if slab is not None)
+        taken = sum(slab.numel() for slab in (*self._weights, *self._gradients, *self._coded) if slab is not None)
         return taken + sum(size * count for size, (count, _) in self._passing.items())
 
     def _slab(self, slabs: list[Tensor | None], number: int, layer: Layer) -> Tensor:

@@ -32,8 +32,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 
-from .block import AfterBackward, Block, Place, Updates
+from .block import AfterBackward, Block, Updates
 from .link import Link
+from .place import CodedPlace, Place, place_of
 from .shelf import Shelf
 
 AHEAD = 2  # so many blocks are fetched before they are used
@@ -95,7 +96,7 @@ class Streamer:
         self._places: dict[Block, Place] = {}
         for number, block in enumerate(self.blocks):
             block.number = number
-            self._places[block] = Place(block, shelf, link.device, debug)
+            self._places[block] = place_of(block, shelf, link.device, debug)
         self._after: dict[Block, Block] = {}  # what was used after, and before, each block the last time
         self._before: dict[Block, Block] = {}
         self._expect_the_order_of_blocks()
@@ -158,7 +159,7 @@ class Streamer:
         grads = [None if p.grad is None else p.grad.to(device, copy=True) for _, p in block.params]
         self._exchange(block, moved, grads)
         block.kept = True
-        self._places[block].home = self._places[block].gradient_home = []
+        self._places[block].has_moved(moved)
         self.shelf.drop(block.number)
         self._expect_the_order_of_blocks()
 
@@ -178,7 +179,7 @@ class Streamer:
                 grads[p].copy_(p.grad)
         self._exchange(block, home, [grads.get(p) for _, p in block.params])
         block.kept = False
-        self._places[block].home = home
+        self._places[block].has_moved(home)
         self._expect_the_order_of_blocks()
 
     def _exchange(self, block: Block, data: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
@@ -204,7 +205,13 @@ class Streamer:
     @property
     def passing_bytes(self) -> int:
         """Bytes of the device for blocks that are there and will not stay."""
-        return sum(block.layer.nbytes for block in self._there)
+        return sum(self._places[block].passing_bytes for block in self._there)
+
+    def encode(self, number: int, threads: int | None = None) -> None:
+        """Writes what crosses the link of a block, after an update of its weights at home; any thread may."""
+        place = self._places[self.blocks[number]]
+        if isinstance(place, CodedPlace) and not place.block.kept:
+            place.encode(threads)
 
     def gradient_norm(self, p: nn.Parameter) -> Tensor | None:
         """The 2-norm of a streamed parameter's gradient, taken on the device on its way; None where that is not known.
@@ -254,7 +261,7 @@ class Streamer:
         block.under_way, recomputed = True, torch._C._current_graph_task_id() != -1
         if self.observer is not None and not recomputed:
             self.observer(block, "forward")
-        if block.kept:
+        if block.kept and not block.forms:
             return None
         if block.backward:  # a checkpoint outside of the hooks computes it again
             self._use(block)
@@ -262,12 +269,13 @@ class Streamer:
         if not recomputed:
             if block in self._used:
                 self._new_round()
-            if self._latest is not None:
-                self._after[self._latest], self._before[block] = block, self._latest
-            self._latest, self._first = block, self._first if self._used else block
+            if not block.kept:
+                if self._latest is not None:
+                    self._after[self._latest], self._before[block] = block, self._latest
+                self._latest, self._first = block, self._first if self._used else block
             self._used.add(block)
         place = self._places[block]
-        if place.weights.there and not place.is_of(self._round):
+        if place.there and not place.is_of(self._round):
             self._release(block)  # the copy of an earlier forward, whose weights may have changed since
         self._use(block)
         self._fetch_ahead(block, self._before if recomputed else self._after)
@@ -294,7 +302,7 @@ class Streamer:
 
     def _after_forward(self, block: Block, out: Any) -> None:
         block.under_way = block.in_parts
-        if block.kept or block.in_parts:
+        if (block.kept and not block.forms) or block.in_parts:
             return
         given, self._given = self._given, set()
         if block.backward:
@@ -304,13 +312,13 @@ class Streamer:
         for node in outputs:  # after the hook of the block that takes the output, which is one on the tensor
             node.register_prehook(lambda gradients: self._before_backward(block))  # type: ignore[union-attr]
         block.to_come += bool(outputs)
-        if outputs and self._is_among_last(block):
-            self._unbind(block)  # its copy stays: backward begins with it
+        if outputs and not block.kept and self._is_among_last(block):
+            self._places[block].unbind()  # its copy stays: backward begins with it
         else:
             self._release(block)
         if out is not None and torch._C._current_graph_task_id() == -1:  # None: the block has failed
             self._fetch_ahead(block, self._after)  # what the optimizer had not written when this block began
-        if not self._there and block not in self._after:
+        if not self._there and block not in self._after and not block.kept:
             self.link.flush()  # the last one, and no backward is to come
 
     def _before_backward(self, block: Block) -> None:
@@ -320,7 +328,7 @@ class Streamer:
             self._ending = True
             self.early_norms.clear()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
-        if self.observer is not None:
+        if self.observer is not None and not block.kept:
             self.observer(block, "backward")
         block.backward = True
         self._use(block)
@@ -332,7 +340,7 @@ class Streamer:
             self._send(block)
             self._release(block)
             block.backward = False
-            if self.observer is not None:
+            if self.observer is not None and not block.kept:
                 self.observer(block, "end")
 
     def _end_of_backward(self) -> None:
@@ -354,20 +362,22 @@ class Streamer:
     def _fetch(self, block: Block, backward: bool, wait: bool = True) -> None:
         """Starts what is not there yet on its way, but for a block that the CPU is updating, unless told to wait."""
         place = self._places[block]
-        if not place.weights.there:
+        if block.kept:
+            return
+        if not place.there:
             luggage = self._take_luggage(block, wait)
             if luggage is None and self.updates is not None:
                 if not wait and not self.updates.done(block.number):
                     return
                 self.updates.wait(block.number)
             self._make_room()
-            slot, slab = place.weights.slot, self.shelf.weights(block.number)
             if luggage is None:
-                place.weights.ticket = self.link.fetch(slot, slab)
+                place.fetch(self.link)
             else:
-                views = zip(block.params, place.weights.views, strict=True)
-                place.weights.ticket = luggage.travel(self.link, slot, slab, {p: view for (_, p), view in views})
-            place.weights.there = True
+                views = {p: view for (_, p), view in zip(block.params, place.weights.views, strict=True)}
+                slab = self.shelf.weights(block.number)
+                place.weights.ticket = luggage.travel(self.link, place.weights.slot, slab, views)
+                place.weights.there = True
             place.is_for(self._round)
             self._there[block] = None
             self.fetches += 1
@@ -417,36 +427,22 @@ class Streamer:
         """Binds a block, and for its backward the gradients that it has already."""
         place = self._places[block]
         self._fetch(block, block.backward)
-        if not place.bound:
-            self.link.use(place.weights.ticket)
-            for (_, p), view in zip(block.params, place.weights.views, strict=True):
-                p.data = view
-            place.bound = True
+        place.bind(self.link)
         if block.backward and place.gradients is not None and place.gradients.there:
             self.link.use(place.gradients.ticket)
             for p, view in zip(block.trained, place.gradients.views, strict=True):
                 if p.grad is not None and p.grad.data_ptr() != view.data_ptr():
                     p.grad = view
 
-    def _unbind(self, block: Block) -> None:
-        place = self._places[block]
-        if place.bound:
-            for (_, p), view in zip(block.params, place.home, strict=True):
-                p.data = view
-            place.bound = False
-
     def _release(self, block: Block) -> None:
-        self._unbind(block)
-        place = self._places[block]
-        for copy in (place.weights, place.gradients):
-            if copy is not None and copy.there:
-                self.link.release(copy.slot)
-                copy.there = False
+        self._places[block].release(self.link)
         self._there.pop(block, None)
 
     def _send(self, block: Block) -> None:
         """Sends a block's gradients home, where they are its parameters' from here on; or to the optimizer at once."""
         place = self._places[block]
+        if block.kept:
+            return
         trained = set(block.trained)
         for name, p in block.params:
             if p.grad is not None and p not in trained:
@@ -476,7 +472,7 @@ class Streamer:
         place.gradients.there = False
         for p in params:
             p.grad = None  # a parameter and its gradient are on one device
-        self._unbind(block)
+        place.unbind()
         if early:
             self.early_norms.update(zip(params, norms, strict=True))
             self._update(block, homes, sent, slab if passing else None)

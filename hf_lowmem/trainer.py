@@ -22,7 +22,7 @@ from transformers.training_args import TrainingArguments
 
 from .activations import InputOffload
 from .again import Again, fresh, largest
-from .attachment import attach, find_blocks, share_of, streamed_blocks, streamer_of, widen_gradients
+from .attachment import attach, check_attached, find_blocks, share_of, streamer_of, widen_gradients
 from .checkpointing import any_checkpointed
 from .checks import check_gradients, check_model, prepare_training
 from .config import LowMemConfig, merge
@@ -87,10 +87,11 @@ class LowMemMixin(_TrainerBase):
             self.lowmem = merge(lowmem, our_name(training_args), training_args.optim_args)
             if self.lowmem.gradient_dtype == "auto" and training_args.gradient_accumulation_steps == 1:
                 self.lowmem = self.lowmem.replaced(gradient_dtype="model")  # there is nothing to be added
-            if self.lowmem.offload_share and training_args.torch_compile:
+            if (self.lowmem.offload_share or self.lowmem.weights != "model") and training_args.torch_compile:
                 raise ValueError(
-                    f'offload="{self.lowmem.offload}" moves weights under a compiled model, which torch.compile cannot '
-                    'follow: write torch_compile=False, or offload="none"'
+                    f'offload="{self.lowmem.offload}", weights="{self.lowmem.weights}" moves weights under a compiled '
+                    'model, which torch.compile cannot follow: write torch_compile=False, or offload="none" without '
+                    "weights="
                 )
         super().__init__(*args, **kwargs)
         given = self.optimizer_cls_and_kwargs[0] if self.optimizer_cls_and_kwargs else type(self.optimizer)
@@ -278,13 +279,11 @@ class LowMemMixin(_TrainerBase):
             self.lowmem = self.lowmem.replaced(compute=chosen_compute(self.lowmem, torch.device(device)))
             print(f'hf_lowmem: what linear layers compute in: compute="{self.lowmem.compute}"')
         use_compute(model, self.lowmem, torch.device(device))
-        if share and streamer is None:
+        coded = self.lowmem.weights != "model"
+        if (share or coded) and streamer is None:
             attach(model, self.lowmem, device)
-        elif share and streamer is not None and len(streamed_blocks(model, share)) != len(streamer.blocks):
-            raise ValueError(
-                f'offload="{self.lowmem.offload}" is not how {type(model).__name__} is attached, with '
-                f'{len(streamer.blocks)} streamed blocks: call detach(model) first, or leave it so with offload="none"'
-            )
+        elif (share or coded) and streamer is not None:
+            check_attached(model, streamer, self.lowmem, torch.device(device))
         elif streamer is None:
             widen_gradients(model, self.lowmem, torch.device(device))
         elif streamer is not None and self.lowmem.gradient_dtype in ("stochastic", "auto"):  # as it is attached
@@ -295,7 +294,8 @@ class LowMemMixin(_TrainerBase):
 
     def _streams(self) -> bool:
         model = getattr(self, "model", None)
-        return self.lowmem.offload_share > 0 or (model is not None and streamer_of(model) is not None)
+        attaches = self.lowmem.offload_share > 0 or self.lowmem.weights != "model"
+        return attaches or (model is not None and streamer_of(model) is not None)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         args = super()._build_accelerator_args(**kwargs)
@@ -314,7 +314,9 @@ class LowMemMixin(_TrainerBase):
         optimizer = super().create_optimizer(model)
         target = self.model if model is None else model
         streamer = None if target is None else streamer_of(target)
-        if streamer is not None and (self._placement is None or self._placement.streamer is not streamer):
+        if streamer is not None and self.lowmem.offload == "none" and all(block.kept for block in streamer.blocks):
+            stays, streamer.updates = False, unwrapped(optimizer)  # weights in few bits: nothing else is asked for
+        elif streamer is not None and (self._placement is None or self._placement.streamer is not streamer):
             stays = self._place(target, streamer, unwrapped(optimizer))
         else:  # nothing is to be streamed
             stays = streamer is not None or (self.lowmem.offload != "none" and keep_on_device(unwrapped(optimizer)))

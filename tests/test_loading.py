@@ -108,9 +108,9 @@ def hung(monkeypatch):
     shelves = []
     hang = loading.hang
 
-    def spy(model, blocks, device, debug, shelf=None):
+    def spy(model, blocks, config, device, shelf=None):
         shelves.append(shelf)
-        return hang(model, blocks, device, debug, shelf)
+        return hang(model, blocks, config, device, shelf)
 
     monkeypatch.setattr(loading, "hang", spy)
     return shelves

@@ -84,8 +84,9 @@ def assert_same(x: torch.Tensor, column_scale=None, key=None) -> None:
         assert torch.equal(ours.codes.cpu()[known], oracle.codes[known])
         assert same_scales(ours.scale, oracle.scale)
         assert same_scales(scale, lying)
-        turned = triton_int8.turned_codes(there, pairs[0][0].scale)
-        assert torch.equal(turned.cpu(), pairs[0][1].codes.t())
+        turned, rows = triton_int8.turned_codes(there, pairs[0][0].scale), pairs[0][1]
+        known = ~rows.scale.isnan()
+        assert torch.equal(turned.cpu()[:, known], rows.codes.t()[:, known])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,79 @@
+"""Weights in few bits, wherever they are: by the C++ core in RAM, by Triton on a GPU, by plain torch elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from .kernels import native_weights, weights
+from .kernels.weights import FORMS, WeightForm, empty
+
+Encoding = tuple[Tensor, WeightForm, Tensor, Tensor]  # a weight, how it is written, and where codes and scales go
+Decoding = tuple[
+    Tensor, Tensor, WeightForm, Tensor
+]  # codes and scales, how they are written, and where the weight goes
+
+
+def encode(items: Sequence[Encoding], threads: int | None = None) -> None:
+    """Writes weights, all on one device; see ``kernels.weights``.
+
+    Args:
+        threads: of the CPU, for those in RAM; None: as many as the optimizer takes.
+    """
+    if items and items[0][0].device.type == "cpu":
+        native_weights.encode(items, threads)
+        return
+    engine = _engine(items[0][0].device) if items else weights
+    for item in items:
+        engine.encode(*item)
+
+
+def decode(items: Sequence[Decoding], threads: int | None = None) -> None:
+    """Reads weights, all on one device."""
+    if items and items[0][0].device.type == "cpu":
+        native_weights.decode(items, threads)
+        return
+    engine = _engine(items[0][0].device) if items else weights
+    for item in items:
+        engine.decode(*item)
+
+
+@functools.cache
+def _engine(device: torch.device) -> ModuleType:
+    """Triton where its bits are right, else plain torch."""
+    try:
+        from .kernels import triton_weights
+
+        reason = _goes_wrong(triton_weights, device)
+    except Exception as error:  # no Triton, no C compiler, a GPU that it does not know
+        reason = f"{type(error).__name__}: {error}"
+    if reason is None:
+        return triton_weights
+    warnings.warn(
+        f"Triton cannot be used for weights in 8 or 4 bits ({reason}): plain torch is, which takes more time and more "
+        "memory of the GPU. Install triton (on Windows triton-windows) and a C compiler.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return weights
+
+
+def _goes_wrong(engine: ModuleType, device: torch.device) -> str | None:
+    """What an engine writes or reads differently on a device from the reference; None if nothing."""
+    x = torch.randn(37, 320, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for form in FORMS.values():
+        found = []
+        for module, place in ((engine, device), (weights, torch.device("cpu"))):
+            codes, scale = empty((37, 320), form, place)
+            module.encode(x.to(place), form, codes, scale)
+            back = torch.empty(37, 320, dtype=torch.bfloat16, device=place)
+            module.decode(codes, scale, form, back)
+            found.append([one.cpu() for one in (codes, scale, back)])
+        if not all(torch.equal(one, other) for one, other in zip(*found, strict=True)):
+            return f"it computes other bits than it should for {form.name}: please report this"
+    return None
