@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "kernels.__init__": set(),
     "kernels.adam": {"codec"},
     "kernels.native": {"codec", "kernels.adam"},
+    "kernels.native_weights": {"kernels.native", "kernels.weights"},
     "kernels.triton_adam": {"codec", "kernels.adam", "kernels.triton_kernel"},
     "kernels.triton_kernel": set(),
     "kernels.int8": {"codec"},

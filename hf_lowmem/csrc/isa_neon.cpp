@@ -4,6 +4,7 @@
 
 #include "adam_any.h"
 #include "common.h"
+#include "weights.h"
 
 namespace {
 
@@ -239,4 +240,4 @@ void triad(float* a, const float* b, const float* c, float s, int64_t n) {
 
 }  // namespace
 
-const hlm::Kernels hlm::kNeon = {step_blocks<Neon>, any_over<Neon>, triad};
+const hlm::Kernels hlm::kNeon = {step_blocks<Neon>, any_over<Neon>, weight_rows<PlainFours>, triad};
