@@ -77,7 +77,7 @@ def _record(
     for part, found, wanted in zip(("codes", "scale"), (codes, scale), form.parts(shape), strict=True):
         if tuple(found.shape) != wanted:
             raise ValueError(
-                f"weight {index}: {part} has shape {tuple(found.shape)}; a weight of {shape} needs {wanted} in {form.name}"
+                f"weight {index}: {part} has shape {tuple(found.shape)}; {shape} needs {wanted} in {form.name}"
             )
     columns = form.group or shape[-1]
     rows = values.numel() // columns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,6 +15,15 @@ from hf_lowmem.kernels.weights import FORMS, INT4, INT8, WeightForm, empty
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 GUARD = 7  # values before and behind a buffer, which also take it off every alignment but its type's
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Of torch's: of two, one waits for a core that the other tests have."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=native.isas())
@@ -59,7 +69,10 @@ def weight(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 1) -> Tensor:
 def assert_encoded(xs: list[Tensor], forms: list[WeightForm], threads: int | None) -> None:
     """And that reading the codes gives what it should, in every dtype."""
     xs = [guarded(x) for x in xs]
-    ours, oracle = ([tuple(map(guarded, empty(tuple(x.shape), f))) for x, f in zip(xs, forms, strict=True)] for _ in "ab")
+    ours, oracle = ([], [])
+    for x, form in zip(xs, forms, strict=True):
+        ours.append(tuple(map(guarded, empty(tuple(x.shape), form))))
+        oracle.append(empty(tuple(x.shape), form))
     native_weights.encode([(x, f, *parts) for x, f, parts in zip(xs, forms, ours, strict=True)], threads)
     reads = []
     for x, form, mine, (codes, scale) in zip(xs, forms, ours, oracle, strict=True):
@@ -79,16 +92,29 @@ def assert_encoded(xs: list[Tensor], forms: list[WeightForm], threads: int | Non
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_shapes(isa: str, dtype: torch.dtype) -> None:
-    shapes = [(1, 1), (1, 7), (3, 31), (2, 33), (40, 65), (30, 64), (3, 5, 96), (1, 32), (1, 640), (70, 257), (25, 1000)]
+    shapes = [
+        (1, 1),
+        (1, 7),
+        (3, 31),
+        (2, 33),
+        (40, 65),
+        (30, 64),
+        (3, 5, 96),
+        (1, 32),
+        (1, 640),
+        (70, 257),
+        (9, 1000),
+    ]
     for shape in shapes:
         for form in FORMS.values():
             if form.takes(shape):
                 assert_encoded([weight(shape, dtype)], [form], 1)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 4, None])
-def test_several_at_once(isa: str, threads: int | None) -> None:
-    shapes = [(300, 1024), (1, 32), (5, 20000, 4), (40, 20000), (2, 30000), (513, 96), (64, 64)]
+@pytest.mark.parametrize("threads", [1, 2, 4, None])
+def test_several_at_once(isa: str, threads: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_weights, "SMALLEST_PIECE", 1)
+    shapes = [(50, 1024), (1, 32), (2, 5000, 4), (4, 20000), (2, 30000), (513, 96), (64, 64)]
     xs = [weight(shape, dtype) for shape, dtype in zip(shapes, itertools.cycle(DTYPES), strict=False)]
     forms = [INT4 if i % 2 and INT4.takes(tuple(x.shape)) else INT8 for i, x in enumerate(xs)]
     assert {form.name for form in forms} == FORMS.keys()
@@ -113,9 +139,10 @@ def test_ties(isa: str) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_recoding(isa: str, threads: int) -> None:
+def test_recoding(isa: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_weights, "SMALLEST_PIECE", 1)
     items, oracles = [], []
-    for i, shape in enumerate([(1, 1), (40, 65), (300, 1000), (3, 20000)]):
+    for i, shape in enumerate([(1, 1), (40, 65), (50, 1000), (3, 20000)]):
         x = weight(shape, torch.float32).clamp(-1e30, 1e30).nan_to_num(0)  # first what has scales
         codes, scale = map(guarded, empty(shape, INT8))
         weights.encode(x, INT8, codes, scale)
@@ -175,7 +202,7 @@ def test_wrong_buffers_are_named_before_anything_is_written(form, x, codes, scal
 
 def test_only_matrices_of_floats_are_recoded() -> None:
     for x in (torch.zeros(2, 3, 4), torch.zeros(6, 4, dtype=torch.bfloat16)):
-        with pytest.raises(ValueError, match="weight 0: x is .* needed"):
+        with pytest.raises(ValueError, match=r"weight 0: x is .* needed"):
             native_weights.recode([(x, *empty((6, 4), INT8), 0)])
 
 
