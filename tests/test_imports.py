@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "kernels.weights": {"codec", "kernels.int8"},
     "kernels.triton_int8": {"kernels.int8", "kernels.triton_rows"},
     "kernels.triton_rows": {"kernels.int8", "kernels.triton_kernel"},
+    "kernels.triton_weights": {"kernels.int8", "kernels.triton_kernel", "kernels.triton_rows", "kernels.weights"},
     "integers": {"codec", "kernels.__init__", "kernels.int8", "kernels.triton_int8"},
     "experts": {"codec", "integers"},
     "lowbit": {"config", "experts", "integers", "kernels.__init__", "kernels.int8"},
