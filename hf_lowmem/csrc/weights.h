@@ -1,7 +1,8 @@
 // How a weight is written in 8 or 4 bits, read, and written again: kernels/weights.py.
 //
-// A row is what shares a scale: with 4 bits, 32 values. Plain loops, which the compilers turn into vectors; what it
-// takes for that (words that are widened without a branch, __restrict) is why they look as they do.
+// A row is what shares a scale: with 4 bits, 32 values. Plain loops, which compilers turn into vectors as long as
+// nothing in them branches and no store may change what is read. Of rows of 4 bits they make too little on x86, on
+// which weights_x86.h has some of the steps, as isa_neon.cpp has on Arm.
 #pragma once
 
 #include "adam_any.h"
@@ -110,7 +111,7 @@ HLM_INLINE void recode_row(const float* __restrict x, int64_t at, int64_t n, uin
 }
 
 // -- 4 bits -------------------------------------------------------------------------------------------------------
-// What an instruction set may do better than a compiler makes it of loops; x86.h and isa_neon.cpp have their own.
+// The steps that an instruction set may have in words of its own.
 struct PlainFours {
   // With its sign behind its magnitude a value's bits are in the order in which it decides the scale: the largest in
   // magnitude, of two alike the negative one. The last of a row's in this order.

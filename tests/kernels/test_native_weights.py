@@ -92,19 +92,7 @@ def assert_encoded(xs: list[Tensor], forms: list[WeightForm], threads: int | Non
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_shapes(isa: str, dtype: torch.dtype) -> None:
-    shapes = [
-        (1, 1),
-        (1, 7),
-        (3, 31),
-        (2, 33),
-        (40, 65),
-        (30, 64),
-        (3, 5, 96),
-        (1, 32),
-        (1, 640),
-        (70, 257),
-        (9, 1000),
-    ]
+    shapes = [(1, 1), (1, 7), (3, 31), (2, 33), (40, 65), (30, 64), (3, 5, 96), (1, 32), (1, 640), (70, 257)]
     for shape in shapes:
         for form in FORMS.values():
             if form.takes(shape):
@@ -212,3 +200,23 @@ def test_none_at_all_and_no_threads() -> None:
     native_weights.recode([])
     with pytest.raises(ValueError, match="threads=0"):
         native_weights.encode([], threads=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_callers_float_environment_counts_for_nothing(isa: str, dtype: torch.dtype) -> None:
+    """fp16's small numbers go through fp32's subnormals."""
+    x = torch.arange(1, 1 + 2048).to(torch.int16).view(torch.float16).view(-1, 64).to(dtype)
+    for form in FORMS.values():
+        ours, oracle = empty((32, 64), form), empty((32, 64), form)
+        weights.encode(x, form, *oracle)
+        expected = torch.empty(32, 64, dtype=torch.float16)
+        weights.decode(*oracle, form, expected)
+        found = torch.empty_like(expected)
+        if isa == native.TORCH or not torch.set_flush_denormal(True):
+            pytest.skip("nothing is flushed here")
+        try:
+            native_weights.encode([(x, form, *ours)], threads=1)
+            native_weights.decode([(*ours, form, found)], threads=1)
+        finally:
+            torch.set_flush_denormal(False)
+        assert all(torch.equal(*pair) for pair in zip((*ours, found), (*oracle, expected), strict=True))
