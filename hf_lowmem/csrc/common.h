@@ -32,6 +32,8 @@ struct Kernels {
   int64_t (*blocks)(const hlm_adam_tensor& tensor, int64_t first, int64_t last);
   // Whether a value's magnitude bits are over the limit.
   bool (*any_over)(const void* x, bool wide, int64_t n, uint32_t limit);
+  // Does an action (hlm_weight_action) to the rows [first, last) of a weight.
+  void (*weights)(int action, const hlm_weight& weight, int64_t first, int64_t last);
   void (*triad)(float* a, const float* b, const float* c, float s, int64_t n);
 };
 

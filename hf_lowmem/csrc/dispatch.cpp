@@ -136,6 +136,12 @@ bool is_known(const hlm_adam_tensor& t) {
   return bits && types && copy && extension && scales && t.n >= 0 && t.start >= 0 && t.start % HLM_UNIT == 0;
 }
 
+bool is_known(int32_t action, const hlm_weight& w) {
+  const bool bits = w.bits == 8 || (w.bits == 4 && w.columns == 32 && action != HLM_RECODE);
+  const bool type = w.dtype <= HLM_F16 && (action != HLM_RECODE || w.dtype == HLM_F32);
+  return bits && type && w.rows >= 0 && w.columns > 0;
+}
+
 }  // namespace
 
 extern "C" {
@@ -178,6 +184,34 @@ int64_t hlm_adam_shared(int32_t isa, const hlm_adam_tensor* tensors, int64_t cou
     skipped += more;
   }
   return skipped;
+}
+
+int32_t hlm_weights(int32_t isa, int32_t action, const hlm_weight* weights, int64_t count, int64_t first,
+                    int64_t last) {
+  if (!hlm_isa_supported(isa) || action < HLM_ENCODE || action > HLM_RECODE) return -1;
+  for (int64_t i = 0; i < count; i++) {
+    if (!is_known(action, weights[i])) return -1;
+  }
+  const DefaultFloatEnvironment environment;
+  int64_t begin = 0;  // the weight's first unit
+  for (int64_t i = 0; i < count && begin < last; i++) {
+    const hlm_weight& w = weights[i];
+    const int64_t each = w.columns < HLM_WEIGHT_UNIT ? HLM_WEIGHT_UNIT / w.columns : 1;
+    const int64_t units = (w.rows + each - 1) / each;
+    const int64_t from = first > begin ? first - begin : 0, to = last - begin < units ? last - begin : units;
+    if (from < to) kernels_of(isa)->weights(action, w, from * each, to * each < w.rows ? to * each : w.rows);
+    begin += units;
+  }
+  return 0;
+}
+
+int32_t hlm_weights_shared(int32_t isa, int32_t action, const hlm_weight* weights, int64_t count, int64_t piece,
+                           int64_t end, int64_t* next) {
+  for (int64_t first = take(next, piece); first < end; first = take(next, piece)) {
+    const int64_t last = first + piece < end ? first + piece : end;
+    if (hlm_weights(isa, action, weights, count, first, last) < 0) return -1;
+  }
+  return 0;
 }
 
 int32_t hlm_any_over(int32_t isa, int32_t dtype, const void* x, int64_t n, uint32_t limit) {

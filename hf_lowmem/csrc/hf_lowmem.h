@@ -15,7 +15,7 @@ extern "C" {
 #endif
 
 // Raised whenever a struct, a function or the bits that one computes change; native.py refuses another number.
-#define HLM_ABI_VERSION 8
+#define HLM_ABI_VERSION 9
 
 // A unit of work: this many consecutive values of one tensor (the last unit of a tensor may be shorter).
 #define HLM_UNIT 256
@@ -44,6 +44,22 @@ typedef struct hlm_adam_tensor {
   uint8_t weight_dtype, copy_dtype, grad_dtype, bits;
 } hlm_adam_tensor;
 
+enum hlm_weight_action { HLM_ENCODE = 0, HLM_DECODE = 1, HLM_RECODE = 2 };
+
+// One weight in few bits; kernels/weights.py says what its buffers hold.
+typedef struct hlm_weight {
+  void* values;  // rows * columns values of dtype, which decoding writes and everything else reads; recoding takes F32
+  void* codes;   // rows * columns of `bits` bits
+  void* scale;   // one a row: floats, or bf16 words where bits == 4
+  int64_t rows;  // of values that share a scale
+  int64_t columns;  // 32 where bits == 4
+  uint64_t key;     // of the random bits with which a weight is recoded
+  uint8_t dtype, bits;
+} hlm_weight;
+
+// Values that a unit of work on weights holds, in whole rows, or a row that is longer (hlm_weights).
+#define HLM_WEIGHT_UNIT 16384
+
 HLM_API int32_t hlm_abi_version(void);
 
 // Whether this build holds the ISA's code and this machine can run it.
@@ -59,6 +75,16 @@ HLM_API int64_t hlm_adam(int32_t isa, const hlm_adam_tensor* tensors, int64_t co
 // all.
 HLM_API int64_t hlm_adam_shared(int32_t isa, const hlm_adam_tensor* tensors, int64_t count, int64_t piece, int64_t end,
                                 int64_t* next);
+
+// Encodes, decodes or recodes the units [first, last), counted through all `count` weights in order; a weight of `rows`
+// rows has ceil(rows / max(1, HLM_WEIGHT_UNIT / columns)) of them. Returns 0, or -1 where isa, action or a weight's
+// bits or dtype are none that this build knows (nothing is written then).
+HLM_API int32_t hlm_weights(int32_t isa, int32_t action, const hlm_weight* weights, int64_t count, int64_t first,
+                            int64_t last);
+
+// The same for one of several threads: see hlm_adam_shared.
+HLM_API int32_t hlm_weights_shared(int32_t isa, int32_t action, const hlm_weight* weights, int64_t count, int64_t piece,
+                                   int64_t end, int64_t* next);
 
 // Whether any of n values of dtype (F32, BF16 or F16) has magnitude bits over `limit`; -1 where isa or dtype are
 // unknown.

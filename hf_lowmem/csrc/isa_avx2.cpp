@@ -2,6 +2,7 @@
 
 #include "adam_any.h"
 #include "common.h"
+#include "weights_x86.h"
 #include "x86.h"
 
 namespace {
@@ -94,4 +95,4 @@ using Avx2 = X86<Vec256>;
 
 }  // namespace
 
-const hlm::Kernels hlm::kAvx2 = {step_blocks<Avx2>, any_over<Avx2>, streaming_triad<Avx2>};
+const hlm::Kernels hlm::kAvx2 = {step_blocks<Avx2>, any_over<Avx2>, weight_rows<X86Fours>, streaming_triad<Avx2>};

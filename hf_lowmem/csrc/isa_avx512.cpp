@@ -2,6 +2,7 @@
 
 #include "adam_any.h"
 #include "common.h"
+#include "weights_x86.h"
 #include "x86.h"
 
 namespace {
@@ -95,4 +96,5 @@ using Avx512 = X86<Vec512>;
 
 }  // namespace
 
-const hlm::Kernels hlm::kAvx512 = {step_blocks<Avx512>, any_over<Avx512>, streaming_triad<Avx512>};
+const hlm::Kernels hlm::kAvx512 = {step_blocks<Avx512>, any_over<Avx512>, weight_rows<X86Fours>,
+                                   streaming_triad<Avx512>};

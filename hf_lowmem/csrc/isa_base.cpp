@@ -5,6 +5,7 @@
 #include <math.h>
 
 #include "adam_any.h"
+#include "weights.h"
 
 static_assert(FLT_EVAL_METHOD == 0, "fp32 arithmetic must be rounded to fp32: build for SSE2 or newer");
 
@@ -226,4 +227,4 @@ void triad(float* a, const float* b, const float* c, float s, int64_t n) {
 
 }  // namespace
 
-const hlm::Kernels hlm::kBase = {step_blocks<Base>, any_over<Base>, triad};
+const hlm::Kernels hlm::kBase = {step_blocks<Base>, any_over<Base>, weight_rows<PlainFours>, triad};

@@ -4,6 +4,7 @@
 
 #include "adam_any.h"
 #include "common.h"
+#include "weights.h"
 
 namespace {
 
@@ -233,10 +234,40 @@ struct Neon {
   }
 };
 
+// Rows of 4 bits; what PlainFours does otherwise.
+struct NeonFours : PlainFours {
+  using PlainFours::look_up;
+
+  template <class T>
+  static HLM_INLINE typename T::Bits last(const typename T::Word* x) {
+    if constexpr (sizeof(typename T::Word) == 2) {
+      uint16x8_t most = vdupq_n_u16(0);
+      for (int i = 0; i < kFour; i += 8) {
+        const uint16x8_t bits = vld1q_u16(x + i);
+        most = vmaxq_u16(most, vsriq_n_u16(vshlq_n_u16(bits, 1), bits, 15));
+      }
+      return vmaxvq_u16(most);
+    } else {
+      return PlainFours::last<T>(x);
+    }
+  }
+
+  static HLM_INLINE void look_up(const uint16_t* __restrict words, const uint8_t* __restrict codes,
+                                 uint16_t* __restrict x) {
+    const uint8x16x2_t tables = vld2q_u8(reinterpret_cast<const uint8_t*>(words));  // lower bytes, upper bytes
+    const uint8x16_t bytes = vld1q_u8(codes);
+    const uint8x16_t nibbles[2] = {vandq_u8(bytes, vdupq_n_u8(15)), vshrq_n_u8(bytes, 4)};
+    for (int i = 0; i < 2; i++) {
+      const uint8x16x2_t found = {{vqtbl1q_u8(tables.val[0], nibbles[i]), vqtbl1q_u8(tables.val[1], nibbles[i])}};
+      vst2q_u8(reinterpret_cast<uint8_t*>(x + i * kFour / 2), found);
+    }
+  }
+};
+
 void triad(float* a, const float* b, const float* c, float s, int64_t n) {
   for (int64_t i = 0; i < n; i++) a[i] = b[i] + s * c[i];
 }
 
 }  // namespace
 
-const hlm::Kernels hlm::kNeon = {step_blocks<Neon>, any_over<Neon>, triad};
+const hlm::Kernels hlm::kNeon = {step_blocks<Neon>, any_over<Neon>, weight_rows<NeonFours>, triad};

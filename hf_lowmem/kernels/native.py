@@ -28,7 +28,7 @@ from .. import codec
 from .adam import AdamConstants, AdamTensor
 from .adam import adam_step as torch_adam_step
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 UNIT = 256  # values of a unit of work (HLM_UNIT)
 SMALLEST_PIECE = 1 << 16  # values for which waking another thread pays
 LOOKED_AT = 1 << 22  # values that all_finite hands a thread at a time
@@ -36,7 +36,7 @@ PIECES_PER_THREAD = 16  # for threads of unequal speed to end together: a tenth 
 
 TORCH = "torch"
 _ISAS = ("base", "avx2", "avx512", "neon")  # by their numbers in the library; the last supported one is the best
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NONE = 255
 # hlm_adam_tensor, whose fields leave no gaps: 8 pointers; n, start, key; 8 constants; the limit; 3 dtypes and the bits.
 _RECORD = struct.Struct("=8QqqQ8fI4B")
@@ -66,6 +66,9 @@ def _library() -> ctypes.CDLL | None:
     shared.argtypes = [ctypes.c_int32, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.POINTER(ctypes.c_int64)]
     library.hlm_any_over.restype = ctypes.c_int32
     library.hlm_any_over.argtypes = [*[ctypes.c_int32] * 2, ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32]
+    shared = library.hlm_weights_shared
+    shared.restype = ctypes.c_int32
+    shared.argtypes = [*[ctypes.c_int32] * 2, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.POINTER(ctypes.c_int64)]
     library.hlm_triad.restype = None
     library.hlm_triad.argtypes = [ctypes.c_int32, *[ctypes.c_void_p] * 3, ctypes.c_float, ctypes.c_int64]
     return library
@@ -98,6 +101,12 @@ def isa() -> str:
     if forced.lower() not in isas():
         raise ValueError(f"HF_LOWMEM_ISA={forced!r}: this machine and build have {', '.join(isas())}")
     return forced.lower()
+
+
+def core() -> tuple[ctypes.CDLL, int] | None:
+    """The library, and the number in it of the instruction set in use; None: the torch engine is."""
+    name, library = isa(), _library()
+    return None if library is None or name == TORCH else (library, _ISAS.index(name))
 
 
 # -- threads ------------------------------------------------------------------------------------------------------
@@ -138,6 +147,19 @@ def _cgroup_cpus() -> int:
 def default_threads() -> int:
     """All physical cores but one, which is left to Python and the GPU's driver; OMP_NUM_THREADS has no say."""
     return max(1, physical_cores() - 1)
+
+
+def checked(threads: int | None) -> int:
+    """``default_threads()`` if None.
+
+    Raises:
+        ValueError: there are less than 1.
+    """
+    if threads is None:
+        return default_threads()
+    if threads < 1:
+        raise ValueError(f"threads={threads}: at least 1 is needed")
+    return threads
 
 
 class _Pool:
@@ -200,9 +222,9 @@ def _wait_for(futures: list[Future[int]]) -> None:
             _wait_for(futures)
 
 
-_pool = _Pool()
+pool = _Pool()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.forget)  # threads do not survive a fork
+    os.register_at_fork(after_in_child=pool.forget)  # threads do not survive a fork
 
 
 # -- one step -----------------------------------------------------------------------------------------------------
@@ -223,22 +245,18 @@ def adam_step(
     Raises:
         ValueError: a buffer is missing, or has the wrong device, type, length or strides. Nothing has been written.
     """
-    if threads is None:
-        threads = default_threads()
-    elif threads < 1:
-        raise ValueError(f"threads={threads}: at least 1 is needed")
+    threads = checked(threads)
     records = bytearray(_RECORD.size * len(tensors))
     units = 0
     for i, tensor in enumerate(tensors):
         n = _fill(records, i, tensor)
         units += -(-n // UNIT)
-    name = isa()
-    library = _library()
-    if library is None or name == TORCH:
-        if library is None and not os.environ.get("HF_LOWMEM_ISA"):
+    found = core()
+    if found is None:
+        if _library() is None and not os.environ.get("HF_LOWMEM_ISA"):
             _warn_once()
         return torch_adam_step(tensors)
-    return _run(library, _ISAS.index(name), records, tensors, units, threads, ending)
+    return _run(*found, records, tensors, units, threads, ending)
 
 
 def _run(
@@ -264,7 +282,7 @@ def _run(
         return skipped
 
     threads, held = max(1, min(threads, -(-units // piece))), (records, list(tensors))
-    return work(held) if threads == 1 and ending is None else _pool.run(work, held, stop, threads, ending)
+    return work(held) if threads == 1 and ending is None else pool.run(work, held, stop, threads, ending)
 
 
 def _spread(function: Callable[[int, int], int], count: int, piece: int, threads: int, held: object) -> int:
@@ -290,7 +308,7 @@ def _spread(function: Callable[[int, int], int], count: int, piece: int, threads
             total += function(start, min(start + piece, count))
 
     threads = min(threads, -(-count // piece))
-    return _pool.run(work, held, stop, threads) if threads > 1 else work(held)
+    return pool.run(work, held, stop, threads) if threads > 1 else work(held)
 
 
 def all_finite(tensors: Sequence[Tensor], threads: int | None = None) -> bool:
@@ -303,20 +321,20 @@ def all_finite(tensors: Sequence[Tensor], threads: int | None = None) -> bool:
     Raises:
         ValueError: a tensor has the wrong device, type or strides.
     """
-    name, library = isa(), _library()
-    if library is None or name == TORCH:
+    found = core()
+    if found is None:
         return all(bool(x.isfinite().all()) for x in tensors)
     pieces = []
     for i, x in enumerate(tensors):
-        if x.dtype not in _DTYPES:
+        if x.dtype not in DTYPES:
             raise ValueError(f"tensor {i} is {x.dtype}; float32, bfloat16 and float16 are taken")
-        address, n = _address(i, "values", x, x.dtype, x.numel()), x.numel()
+        address, n = address_of(i, "values", x, x.dtype, x.numel()), x.numel()
         limit = torch.tensor(torch.finfo(x.dtype).max, dtype=x.dtype)
         bits = int(limit.view(torch.int32 if x.dtype is torch.float32 else torch.int16))
         for start in range(0, n, LOOKED_AT):
             count = min(LOOKED_AT, n - start)
-            pieces.append((_DTYPES[x.dtype], address + start * x.element_size(), count, bits))
-    number = _ISAS.index(name)
+            pieces.append((DTYPES[x.dtype], address + start * x.element_size(), count, bits))
+    library, number = found
 
     def look(first: int, last: int) -> int:
         return sum(library.hlm_any_over(number, *piece) for piece in pieces[first:last])
@@ -335,11 +353,11 @@ def triad(a: Tensor, b: Tensor, c: Tensor, s: float, threads: int | None = None)
         ValueError: a buffer has the wrong device, type, length or strides.
         RuntimeError: the compiled core is missing.
     """
-    library, n = _library(), a.numel()
-    if library is None or isa() == TORCH:
+    found, n = core(), a.numel()
+    if found is None:
         raise RuntimeError("the triad needs the compiled core; `hf-lowmem doctor` says why there is none")
-    number = _ISAS.index(isa())
-    addresses = [_address(0, name, x, torch.float32, n) for name, x in (("a", a), ("b", b), ("c", c))]
+    library, number = found
+    addresses = [address_of(0, name, x, torch.float32, n) for name, x in (("a", a), ("b", b), ("c", c))]
     threads = default_threads() if threads is None else threads
 
     def part(first: int, last: int) -> int:
@@ -366,8 +384,8 @@ def _fill(records: bytearray, index: int, t: AdamTensor) -> int:
     """Checks a tensor's buffers, writes its record and returns its number of values."""
     n = t.weight.numel()
     weight_dtype, grad_dtype = t.weight.dtype, t.grad.dtype
-    if weight_dtype not in _DTYPES or grad_dtype not in _DTYPES:
-        name, dtype = ("grad", grad_dtype) if weight_dtype in _DTYPES else ("weight", weight_dtype)
+    if weight_dtype not in DTYPES or grad_dtype not in DTYPES:
+        name, dtype = ("grad", grad_dtype) if weight_dtype in DTYPES else ("weight", weight_dtype)
         raise ValueError(f"tensor {index}: {name} is {dtype}; float32, bfloat16 and float16 are supported")
     state = codec.STATES.get(t.bits)
     if state is None and t.bits != 32:
@@ -378,7 +396,7 @@ def _fill(records: bytearray, index: int, t: AdamTensor) -> int:
         raise ValueError(f"tensor {index}: extension belongs to a bfloat16 or float16 weight, not to a float32 one")
     copy_dtype = _NONE
     if t.copy is not None:
-        copy_dtype = _DTYPES.get(t.copy.dtype, _NONE)
+        copy_dtype = DTYPES.get(t.copy.dtype, _NONE)
         if weight_dtype is not torch.float32 or copy_dtype not in (1, 2):
             raise ValueError(
                 f"tensor {index}: copy is {t.copy.dtype} of a {weight_dtype} weight; it may be a bfloat16 or float16 "
@@ -389,18 +407,18 @@ def _fill(records: bytearray, index: int, t: AdamTensor) -> int:
         m_scale = v_scale = 0
     else:
         codes, codes_dtype, blocks = state.nbytes(n), torch.uint8, state.blocks(n)
-        m_scale = _address(index, "m_scale", t.m_scale, torch.float32, blocks)
-        v_scale = _address(index, "v_scale", t.v_scale, torch.float32, blocks)
+        m_scale = address_of(index, "m_scale", t.m_scale, torch.float32, blocks)
+        v_scale = address_of(index, "v_scale", t.v_scale, torch.float32, blocks)
     k = t.constants
     _RECORD.pack_into(
         records,
         index * _RECORD.size,
-        _address(index, "weight", t.weight, weight_dtype, n),
-        0 if t.extension is None else _address(index, "extension", t.extension, torch.int8, n),
-        0 if t.copy is None else _address(index, "copy", t.copy, t.copy.dtype, n),
-        _address(index, "grad", t.grad, grad_dtype, n),
-        _address(index, "m", t.m, codes_dtype, codes),
-        _address(index, "v", t.v, codes_dtype, codes),
+        address_of(index, "weight", t.weight, weight_dtype, n),
+        0 if t.extension is None else address_of(index, "extension", t.extension, torch.int8, n),
+        0 if t.copy is None else address_of(index, "copy", t.copy, t.copy.dtype, n),
+        address_of(index, "grad", t.grad, grad_dtype, n),
+        address_of(index, "m", t.m, codes_dtype, codes),
+        address_of(index, "v", t.v, codes_dtype, codes),
         m_scale,
         v_scale,
         n,
@@ -415,9 +433,9 @@ def _fill(records: bytearray, index: int, t: AdamTensor) -> int:
         k.step_size,
         k.decay,
         _grad_limit(k, grad_dtype),
-        _DTYPES[weight_dtype],
+        DTYPES[weight_dtype],
         copy_dtype,
-        _DTYPES[grad_dtype],
+        DTYPES[grad_dtype],
         t.bits,
     )
     return n
@@ -428,7 +446,7 @@ def _grad_limit(constants: AdamConstants, dtype: torch.dtype) -> int:
     return constants.grad_limit(dtype)
 
 
-def _address(index: int, name: str, x: Tensor | None, dtype: torch.dtype, length: int) -> int:
+def address_of(index: int, name: str, x: Tensor | None, dtype: torch.dtype, length: int) -> int:
     """Where the buffer lies, once it is known to be what the core takes it for."""
     if x is not None and x.dtype is dtype and x.numel() == length and x.is_cpu and x.is_contiguous():
         return x.data_ptr()

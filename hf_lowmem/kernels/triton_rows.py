@@ -204,7 +204,7 @@ def _write(
 
 # -- of one value -------------------------------------------------------------------------------------------------
 @triton.jit
-def _scale_of(top, SMALLEST: tl.constexpr, UNIT: tl.constexpr):
+def scale_of(top, SMALLEST: tl.constexpr, UNIT: tl.constexpr):
     """What a unit is worth, of the bits of the largest magnitude."""
     largest = top.to(tl.float32, bitcast=True)
     scale = tl.where(largest >= SMALLEST, largest * UNIT, 0.0)
@@ -212,7 +212,7 @@ def _scale_of(top, SMALLEST: tl.constexpr, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _inverse(scale):
+def inverse_of(scale):
     """0 where the codes are."""
     usable = scale > 0
     return tl.where(usable, tl.math.div_rn(1.0, tl.where(usable, scale, 1.0)), 0.0)
@@ -234,7 +234,7 @@ def _dither(row, quad, quads, key_low, key_high):
 
 
 @triton.jit
-def _rounded(x, inverse, dither, STOCHASTIC: tl.constexpr):
+def rounded(x, inverse, dither, STOCHASTIC: tl.constexpr):
     """Codes of values; of no meaning where the scale is a NaN."""
     units = x * inverse
     if STOCHASTIC:
@@ -272,14 +272,14 @@ def _whole_rows(
     x = tl.load(x_ptr + row * stride + at, mask=there, other=0.0).to(tl.float32)
     if SCALED:
         x = x * tl.load(column_scale_ptr + at, mask=there, other=0.0)
-    scale = _scale_of(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0), SMALLEST, UNIT)
+    scale = scale_of(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0), SMALLEST, UNIT)
     tl.store(scale_ptr + row, scale)
     dither = x
     if STOCHASTIC:
         quad = tl.arange(0, BLOCK // 4)
         dither = _dither(row + tl.arange(0, 1), quad, (columns + 3) // 4, key_low, key_high)
         dither = tl.reshape(dither, (BLOCK,))
-    codes = _rounded(x, _inverse(scale), dither, STOCHASTIC)
+    codes = rounded(x, inverse_of(scale), dither, STOCHASTIC)
     tl.store(codes_ptr + row * codes_stride + at, codes, mask=there)
 
 
@@ -325,15 +325,15 @@ def _rotated_rows(
     for i in tl.static_range(PIECES):
         x = tl.load(x_ptr + row * stride + i * length + at, mask=there, other=0.0)
         xs += (x.to(tl.float32),)  # type: ignore[assignment]
-    tl.store(scales_ptr + rows + row, _scale_of(_top(xs, PIECES), SMALLEST, UNIT))
+    tl.store(scales_ptr + rows + row, scale_of(_top(xs, PIECES), SMALLEST, UNIT))
     for log in tl.static_range(6):
         if 2**log < PIECES:
             xs = _added_and_subtracted(xs, 2**log, PIECES)
-    scale = _scale_of(_top(xs, PIECES), SMALLEST, UNIT)
+    scale = scale_of(_top(xs, PIECES), SMALLEST, UNIT)
     tl.store(scales_ptr + row, scale * ROOT)
-    inverse = _inverse(scale)
+    inverse = inverse_of(scale)
     for i in tl.static_range(PIECES):
-        tl.store(codes_ptr + row * codes_stride + i * length + at, _rounded(xs[i], inverse, 0.0, False), mask=there)
+        tl.store(codes_ptr + row * codes_stride + i * length + at, rounded(xs[i], inverse, 0.0, False), mask=there)
 
 
 @triton.jit
@@ -381,7 +381,7 @@ def _given_scale(
     """The scales of rows or columns, of which one program of those that share them writes them."""
     given = tl.load(given_ptr + at, mask=there, other=0)
     if FROM_TOPS:
-        given = _scale_of(given, SMALLEST, UNIT)
+        given = scale_of(given, SMALLEST, UNIT)
         if writes:
             tl.store(scale_ptr + at, given, mask=there)
     return given
@@ -427,13 +427,13 @@ def _codes_of_tiles(
         scale = _given_scale(
             by_column_ptr, turned_scale_ptr, column, column < columns, first, FROM_TOPS, SMALLEST, UNIT
         )
-        turned = _rounded(x, _inverse(scale)[None, :], dither, STOCHASTIC)
+        turned = rounded(x, inverse_of(scale)[None, :], dither, STOCHASTIC)
     if BY_ROW:
         if SCALED:
             x = x * tl.load(column_scale_ptr + column, mask=column < columns, other=0.0)[None, :]
         first = tl.program_id(1) == 0
         scale = _given_scale(by_row_ptr, row_scale_ptr, row, row < rows, first, FROM_TOPS, SMALLEST, UNIT)
-        codes = _rounded(x, _inverse(scale)[:, None], dither, STOCHASTIC)
+        codes = rounded(x, inverse_of(scale)[:, None], dither, STOCHASTIC)
         if not BY_COLUMN:
             turned = codes
         if LYING:

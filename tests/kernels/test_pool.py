@@ -77,7 +77,7 @@ def test_the_pool_waits_through_a_second_interruption(monkeypatch: pytest.Monkey
 @pytest.mark.skipif(not native.available(), reason="the compiled core is not built")
 def test_buffers_live_as_long_as_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(native._pool, "run", lambda work, held, stop, threads, ending: seen.append(held) or 0)
+    monkeypatch.setattr(native.pool, "run", lambda work, held, stop, threads, ending: seen.append(held) or 0)
     n, constants = 300_000, AdamConstants.of(32, 1, 1e-3, 0.9, 0.99, 1e-8, 0.0)
     buffers = [torch.zeros(n) for _ in range(4)]
     tensor = AdamTensor(*buffers, None, None, 32, constants)
@@ -94,7 +94,7 @@ def adam_tensor(n: int) -> AdamTensor:
 
 @pytest.mark.skipif(not native.available(), reason="the compiled core is not built")
 def test_a_stopped_step_takes_no_more_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native._pool, "run", lambda work, held, stop, threads, ending: (stop(), work(held))[1])
+    monkeypatch.setattr(native.pool, "run", lambda work, held, stop, threads, ending: (stop(), work(held))[1])
     tensor = adam_tensor(300_000)
     assert native.adam_step([tensor], 2) == 0
     assert bool((tensor.weight == 1).all())

@@ -10,7 +10,7 @@ SCRIPT = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from hf_lowmem.kernels import triton_int8, triton_rows
+from hf_lowmem.kernels import triton_int8, triton_rows, triton_weights
 
 FLOATS = {"scale_ptr": "*fp32", "column_scale_ptr": "*fp32", "row_scale_ptr": "*fp32", "turned_scale_ptr": "*fp32"}
 FLOATS |= {"scales_ptr": "*fp32", "a_scale_ptr": "*fp32", "b_scale_ptr": "*fp32"}
@@ -57,6 +57,13 @@ for capability in (86, 90):
     ptx, shared = compiled(triton_int8._grouped, capability, warps, stages, shape)
     assert "s32.s8.s8" in ptx, "no integer products"
     assert shared <= room, (capability, shared)
+words = {"scale_ptr": "*i16", "codes_ptr": "*u8"}
+groups = {"HALF": 16, "GROUPS": 128}
+compiled(triton_weights._encode_groups, 86, 4, 3, {"SMALLEST": 2.0**-100, **groups}, **words)
+compiled(triton_weights._decode_groups, 86, 4, 3, groups, **words, out_ptr="*i16")
+compiled(triton_weights._decode_rows, 86, 4, 3, {"ROWS": 1, "COLUMNS": 4096}, out_ptr="*fp16")
+again = {"AGAIN": True, "FITS": False, "LEVELS": 127.0, "ROOM": 1.0625, **scale, "BLOCK": 4096}
+compiled(triton_weights._encode_rows, 86, 4, 3, again, x_ptr="*fp32")
 rows, columns, depth, warps, stages = triton_int8.COPIED
 kinds = {"a_tiles": f"tensordesc<i8[{rows},{depth}]>", "b_tiles": f"tensordesc<i8[{columns},{depth}]>"}
 kinds |= {"out_tiles": f"tensordesc<bf16[{rows},{columns}]>"}

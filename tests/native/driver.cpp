@@ -225,6 +225,79 @@ int check_case(const std::vector<int>& isas, int bits, const Types& types, uint8
   return failures;
 }
 
+// -- weights ------------------------------------------------------------------------------------------------------
+constexpr int kShapes[][2] = {{1, 1}, {3, 31}, {40, 32}, {5, 100}, {2, 4096}, {17, 1000}, {2, 20000}};
+
+// Encodes a weight, decodes it and, if it can be, recodes it; the checksum of all that was written.
+uint64_t run_weight(int isa, int bits, uint8_t dtype, int rows, int columns) {
+  Random random{uint64_t(rows * 1000003 + columns)};
+  const size_t n = size_t(rows) * size_t(columns), third = 3 * size_t(columns) * width(dtype);
+  Buffer x(n * width(dtype)), codes(n * size_t(bits) / 8), scale(size_t(rows) * (bits == 8 ? 4 : 2));
+  x.fill_values(random, dtype, 3);
+  if (rows > 4) {  // a row of zeros, and one with a NaN
+    memset(static_cast<uint8_t*>(x.data()) + size_t(columns) * width(dtype), 0, size_t(columns) * width(dtype));
+    memset(static_cast<uint8_t*>(x.data()) + third, 0xFF, width(dtype));
+  }
+  hlm_weight w = {};
+  w.values = x.data();
+  w.codes = codes.data();
+  w.scale = scale.data();
+  w.rows = rows;
+  w.columns = columns;
+  w.key = 0x9E3779B97F4A7C15u;
+  w.dtype = dtype;
+  w.bits = uint8_t(bits);
+  uint64_t hash = 0xCBF29CE484222325u;
+  for (int action : {HLM_ENCODE, HLM_DECODE, HLM_RECODE}) {
+    const bool can = action != HLM_RECODE || (bits == 8 && dtype == HLM_F32);
+    if (can && action == HLM_RECODE) x.fill_values(random, dtype, 3);
+    if ((hlm_weights(isa, action, &w, 1, 0, 1) == 0) != can) return 0;
+    int64_t next = 1;  // what two threads would do one after the other
+    for (int i = 0; i < 2; i++) {
+      if ((hlm_weights_shared(isa, action, &w, 1, 2, 1000, &next) == 0) != can) return 0;
+      if (!can) next = 1;
+    }
+    hash = scale.checksum(codes.checksum(hash));
+    // What is read of a NaN differs between processors.
+    if (rows > 4) memset(static_cast<uint8_t*>(x.data()) + third, 0, size_t(columns) * width(dtype));
+    hash = x.checksum(hash);
+  }
+  return hash;
+}
+
+bool unknown_weights_are_refused(int isa) {
+  Buffer buffer(4096);
+  hlm_weight good = {};
+  good.values = good.codes = good.scale = buffer.data();
+  good.rows = 1;
+  good.columns = 32;
+  good.bits = 4;
+  hlm_weight bad[4] = {good, good, good, good};
+  bad[0].bits = 5;
+  bad[1].dtype = 3;
+  bad[2].columns = 64;
+  bad[3].rows = -1;
+  int64_t none = 0;
+  for (const hlm_weight& w : bad) {
+    const hlm_weight pair[2] = {good, w};
+    if (hlm_weights(isa, HLM_ENCODE, pair, 2, 0, 1) != -1) return false;
+  }
+  if (hlm_weights_shared(isa, HLM_RECODE, &good, 1, 1, 1, &none) != -1) return false;
+  return hlm_weights(isa, 3, &good, 1, 0, 1) == -1 && hlm_weights(HLM_ISA_COUNT, HLM_ENCODE, &good, 1, 0, 1) == -1;
+}
+
+// Prints the case's line; the number of failures.
+int check_weight(const std::vector<int>& isas, int bits, uint8_t dtype, int rows, int columns) {
+  const uint64_t hash = run_weight(HLM_BASE, bits, dtype, rows, columns);
+  printf("%2d bits of a weight, %-4s, %2d rows of %5d values: %016llx\n", bits, kGrads[dtype], rows, columns,
+         static_cast<unsigned long long>(hash));
+  int failures = hash == 0 ? printf("  refused\n") > 0 : 0;
+  for (int isa : isas) {
+    if (run_weight(isa, bits, dtype, rows, columns) != hash) failures += printf("  isa %d differs\n", isa) > 0;
+  }
+  return failures;
+}
+
 }  // namespace
 
 int main() {
@@ -239,6 +312,7 @@ int main() {
   for (int isa : isas) {
     if (!unknown_tensors_are_refused(isa)) failures += printf("  isa %d accepts an unknown tensor\n", isa) > 0;
     if (!any_over_is_right(isa)) failures += printf("  isa %d: wrong any_over\n", isa) > 0;
+    if (!unknown_weights_are_refused(isa)) failures += printf("  isa %d accepts an unknown weight\n", isa) > 0;
     if (!triad_is_right(isa)) failures += printf("  isa %d: wrong triad\n", isa) > 0;
   }
   for (int bits : {4, 8, 32}) {
@@ -246,6 +320,12 @@ int main() {
       for (int grad = HLM_F32; grad <= HLM_F16; grad++) {
         for (int n : kSizes) failures += check_case(isas, bits, types, uint8_t(grad), n);
       }
+    }
+  }
+  for (int dtype = HLM_F32; dtype <= HLM_F16; dtype++) {
+    for (const auto& shape : kShapes) {
+      failures += check_weight(isas, 8, uint8_t(dtype), shape[0], shape[1]);
+      if (shape[1] % 32 == 0) failures += check_weight(isas, 4, uint8_t(dtype), shape[0] * shape[1] / 32, 32);
     }
   }
   return failures ? 1 : 0;
