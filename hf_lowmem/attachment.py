@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from importlib.util import find_spec
 from typing import Any
@@ -264,16 +264,23 @@ def blocks_of(model: nn.Module, config: LowMemConfig, device: torch.device) -> l
             f"{type(model).__name__} has no weight that could be written as {form.name}: none of a plain nn.Linear, "
             f"Conv1D or experts whose rows have a multiple of {form.group or 1} values"
         )
-    return streamed_blocks(model, Fraction(1), forms)
+    bare = config.master_bits == 8
+    if bare and form.bits == 4 and any(p.requires_grad for p in forms):
+        raise ValueError(
+            'weights="int4" with master_bits=8 are weights that exist in 4 bits alone, which cannot be trained: write '
+            'master_bits=24, or weights="int8"'
+        )
+    return streamed_blocks(model, Fraction(1), forms, bare)
 
 
 def streamed_blocks(
-    model: nn.Module, share: Fraction, forms: Mapping[nn.Parameter, WeightForm] | None = None
+    model: nn.Module, share: Fraction, forms: Mapping[nn.Parameter, WeightForm] | None = None, bare: bool = False
 ) -> list[Block]:
     """The blocks of this share of all blocks, evenly spread, with those of their parameters that are theirs alone.
 
     Args:
         forms: of the weights that cross the link in few bits.
+        bare: whether these exist in few bits alone.
     """
     found = find_blocks(model)
     count = len(found)
@@ -289,7 +296,8 @@ def streamed_blocks(
         own = [(n, p) for n, p in module.named_parameters() if users[p] == 1]
         params = _without_small_trained(own)
         if params:
-            blocks.append(Block(name, module, params, {p: forms[p] for _, p in params if forms and p in forms}))
+            coded = {p: forms[p] for _, p in params if forms and p in forms}
+            blocks.append(Block(name, module, params, coded, bare and bool(coded)))
     if not blocks:
         raise ValueError(
             f"none of the {count} blocks of {type(model).__name__} has parameters that are its own alone, so nothing "
@@ -331,18 +339,13 @@ def check_room(model: nn.Module, blocks: list[Block], config: LowMemConfig, devi
         blocks=len(blocks),
         streamed=len(blocks),
         on_gpu=Footprint(weights=outside),
-        in_ram=Footprint(weights=sum(p.nbytes for p in streamed) + coded_bytes(blocks)),
+        in_ram=Footprint(weights=sum(b.copied_bytes + sum(b.nbytes_of(p) for _, p in b.params) for b in blocks)),
         work=passing,
         gpu_budget=gpu_budget,
         ram_budget=config.cpu_bytes or ram_bytes(),
     )
     half = sum(p.nbytes // 2 for p in streamed if p.dtype is torch.float32)
     plan.check({'dtype="bfloat16"': (0, half)})
-
-
-def coded_bytes(blocks: Sequence[Block]) -> int:
-    """Bytes of host memory that weights in few bits take beside the weights themselves."""
-    return sum(block.coded_layer.nbytes for block in blocks if block.coded_layer is not None)
 
 
 # -- where it stays -----------------------------------------------------------------------------------------------
@@ -370,7 +373,7 @@ def _apply_to_the_rest(
 ) -> Any:
     module = ref()
     assert module is not None
-    streamed = {} if block.kept else {name: module._parameters[name] for name in names}
+    streamed = {} if block.kept and not block.forms else {name: module._parameters[name] for name in names}
     for name, p in streamed.items():
         assert p is not None
         _check_cast(f"{type(module).__name__}.{name}", p, fn)
@@ -388,7 +391,7 @@ def _apply_after_a_look(ref: weakref.ref[nn.Module], fn: Callable[[Tensor], Tens
     assert module is not None
     streamer = streamer_of(module) if recurse else None
     for block in streamer.blocks if streamer is not None else ():
-        for name, p in () if block.kept else block.params:
+        for name, p in () if block.kept and not block.forms else block.params:
             _check_cast(f"{block.name}.{name}", p, fn)
     return type(module)._apply(module, fn, recurse)
 

@@ -36,6 +36,7 @@ class Block:
         module: the module.
         params: (name within the module, parameter) of what is streamed of it.
         forms: of those whose weights cross the link in few bits, how they are written.
+        bare: whether these rest in few bits alone.
 
     Attributes:
         layer: how these lie in one slab.
@@ -53,6 +54,7 @@ class Block:
     module: nn.Module
     params: Sequence[tuple[str, nn.Parameter]]
     forms: Mapping[nn.Parameter, WeightForm] = field(default_factory=dict)
+    bare: bool = False
     number: int = -1
     layer: Layer = field(init=False)
     coded_layer: Layer | None = field(init=False)
@@ -79,6 +81,16 @@ class Block:
                 yield name, p.data
             else:
                 yield from zip((name, f"{name}_scale"), empty(tuple(p.shape), form, "meta"), strict=True)
+
+    def nbytes_of(self, p: Tensor) -> int:
+        """Bytes that a parameter takes where it rests."""
+        form = self.forms.get(p) if self.bare and isinstance(p, nn.Parameter) else None
+        return p.nbytes if form is None else form.nbytes(tuple(p.shape))
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of host memory that what crosses the link takes beside the weights."""
+        return 0 if self.bare or self.coded_layer is None else self.coded_layer.nbytes
 
     @property
     def largest_passing(self) -> int:

@@ -14,6 +14,7 @@ from .kernels import native_weights, weights
 from .kernels.weights import FORMS, WeightForm, empty
 
 Encoding = tuple[Tensor, WeightForm, Tensor, Tensor]  # a weight, how it is written, and where codes and scales go
+Recoding = tuple[Tensor, Tensor, Tensor, int]  # what has changed, its codes and scales, and the key of random bits
 Decoding = tuple[
     Tensor, Tensor, WeightForm, Tensor
 ]  # codes and scales, how they are written, and where the weight goes
@@ -41,6 +42,16 @@ def decode(items: Sequence[Decoding], threads: int | None = None) -> None:
     engine = _engine(items[0][0].device) if items else weights
     for item in items:
         engine.decode(*item)
+
+
+def recode(items: Sequence[Recoding], threads: int | None = None) -> None:
+    """Writes weights again that have been read and changed, all on one device."""
+    if items and items[0][0].device.type == "cpu":
+        native_weights.recode(items, threads)
+        return
+    engine = _engine(items[0][0].device) if items else weights
+    for item in items:
+        engine.recode(*item)
 
 
 @functools.cache

@@ -122,7 +122,8 @@ class LowMemConfig:
             keep 32, embeddings and the output head at least 8. The optim names say the same: ``cpu_adam8bit`` is 8.
         master_bits: bits of the weight that the update is added to, for weights in bf16 or fp16. 24: one more byte a
             parameter holds what 16 bits round away. 16: none, stochastic rounding instead. 32: a fp32 copy of
-            the weight, two more bytes than 24. fp32 weights are their own master.
+            the weight, two more bytes than 24. fp32 weights are their own master. 8, with ``weights="int8"``: none, nor
+            the weights themselves; those of blocks exist in 8 bits alone, which updates are rounded to stochastically.
         threads: worker threads of the update. None: the physical cores less one; OMP_NUM_THREADS plays no part.
         seed: of the random rounding. Equal seeds give equal bits, whatever the machine and the number of threads. None:
             ``TrainingArguments.seed``, or 0 where there is none.
@@ -178,7 +179,7 @@ class LowMemConfig:
         if not isinstance(self.debug, bool):
             raise ValueError(f"debug={self.debug!r} is neither true nor false: write debug=true or leave it out")
         self._check_choice("state_bits", (4, 8, 32), "4 bits are cpu_adam4bit's, 32 are plain AdamW")
-        self._check_choice("master_bits", (16, 24, 32), "24 is the default, 16 has no master")
+        self._check_choice("master_bits", (8, 16, 24, 32), "24 is the default, 16 has no master")
         if self.threads is not None:
             self._check_integer("threads", 1, None, "leave it out for the physical cores less one")
         if self.seed is not None:
@@ -188,6 +189,11 @@ class LowMemConfig:
         self._check_word("compute", ("int8", "auto", "model"), "that linear layers compute in")
         self._check_word("grad_weight", ("int8", "model"), "that weight gradients are computed in")
         self._check_word("weights", ("int8", "int4", "model"), "that weights can cross the link in")
+        if self.master_bits == 8 and self.weights == "model":
+            raise ValueError(
+                'master_bits=8 leaves weights nothing but the 8 bits that they cross the link in: write weights="int8" '
+                "too, or master_bits=16"
+            )
         if self.micro_batch_size is not None:
             self._check_integer("micro_batch_size", 1, None, "leave it out for whole batches")
         parse_bytes(self.staging_memory, "staging_memory")

@@ -76,8 +76,8 @@ def _check_offload(config: LowMemConfig, model: nn.Module | None) -> None:
     if streams and (model is None or streamer_of(model) is None):
         raise ValueError(
             f'offload="{config.offload}", weights="{config.weights}" streams a model\'s blocks, or shows the device '
-            "weights in few bits, which the stock Trainer and the optimizer alone do not do: use LowMemTrainer (or class "
-            "MyTrainer(LowMemMixin, ...)), or call attach(model, config) before the model is moved to the GPU"
+            "weights in few bits, which the stock Trainer and the optimizer alone do not do: use LowMemTrainer (or "
+            "class MyTrainer(LowMemMixin, ...)), or call attach(model, config) before the model is moved to the GPU"
         )
     ours = {
         "compute": config.compute == "int8" and (model is None or rounding_of(model) is None),
@@ -108,7 +108,7 @@ def state_settings(
 ) -> dict[str, Any]:
     return {
         "state_bits": config.state_bits,
-        "master_bits": config.master_bits,
+        "master_bits": 24 if config.master_bits == 8 else config.master_bits,  # of what does not rest in 8 bits
         "param_bits": None if model is None else param_bits(model, config.state_bits),
         "threads": config.threads,
         "seed": seed_of(config, args),

@@ -10,19 +10,19 @@ from torch import Tensor
 
 from . import rules
 from . import state as states
+from .code_updates import CodeUpdates, take_codes, with_codes
 from .deferred import Deferred, Luggage
-from .home import Homes, mark
+from .host import HostUpdates, Item
 from .kernels import native
-from .kernels.adam import AdamTensor, state_tensor
+from .kernels.adam import AdamTensor
 from .resident import ResidentUpdates, state_in_ram
 from .rules import SMALLEST_LOW_BIT, check_gradient, check_group, check_param_bits, check_whole, param_bits
-from .staging import Staging, Stagings, all_finite, sum_of_bits
+from .staging import all_finite
 
 __all__ = ["LowBitAdamW", "param_bits"]
 FORMAT = 1  # of the state dict
 AT_WORK = 2  # groups that the CPU is given before the GPU gets its own: they keep it busy meanwhile
 _Work = tuple[Tensor, dict[str, Any], str]  # a parameter, its group and its name
-_Call = Callable[[], None] | None
 _Late = tuple[Tensor, dict[str, Any], Tensor]  # a parameter, its group and its flat gradient
 
 
@@ -101,6 +101,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         self._param_bits = dict(param_bits or {})
         self._deferred = Deferred()
         self._on_device: set[Tensor] = set()
+        self._codes = CodeUpdates()
         self._reset_runtime()
         defaults = {
             "lr": lr,
@@ -114,8 +115,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def _reset_runtime(self) -> None:
-        self._homes = Homes()
-        self._stagings = Stagings()
+        self._host = HostUpdates()
         self._deferred.forget()
         self._resident = ResidentUpdates()
         self._grad_scale = 1.0
@@ -123,7 +123,7 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._deferred.wait()
-        left_out = {"_homes", "_stagings", "_deferred", "_resident", "_on_device", "_grad_scale", "_grads_finite"}
+        left_out = {"_host", "_codes", "_deferred", "_resident", "_on_device", "_grad_scale", "_grads_finite"}
         # A scheduler puts its wrapper of `step` into the instance: it is bound to this one, so it stays here too.
         return {
             key: value
@@ -133,7 +133,7 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._deferred, self._on_device = Deferred(), set()
+        self._deferred, self._on_device, self._codes = Deferred(), set(), CodeUpdates()
         self._reset_runtime()
 
     @torch._disable_dynamo
@@ -184,8 +184,22 @@ class LowBitAdamW(torch.optim.Optimizer):
         """
         self._on_device = set(params)
         for p, group, _ in self._named():
-            if self._stays(p, group) and self.state.get(p) and p not in self._homes:
+            if self._stays(p, group) and self.state.get(p) and p not in self._host.homes:
                 self._resident.prepare(p, self.state[p], self._wants(p, group))
+
+    def use_codes(self, codes: Mapping[Tensor, tuple[Tensor, Tensor]]) -> None:
+        """Says which weights rest in 8 bits alone, without a master; see ``code_updates``. They replace earlier ones.
+
+        Their codes and scales are part of their states from here on, and these lie where they do.
+
+        Args:
+            codes: of parameters, codes and scales of form ``int8``, contiguous, which steps will change.
+        """
+        self._deferred.wait()
+        self._codes.codes = dict(codes)
+        for p, *_ in self._named():
+            if p in self._codes and self.state.get(p):
+                take_codes(self.state[p], self._codes.codes[p])
 
     def widths(self) -> dict[Tensor, tuple[int, int | None]]:
         """Of each parameter, the bits of a moment, and those of its master; None for an fp32 weight."""
@@ -203,13 +217,15 @@ class LowBitAdamW(torch.optim.Optimizer):
         self._deferred.wait()
         moved = set(params)
         work = [(p, group, "") for p, group, _ in self._named() if p in moved and self.state.get(p)]
-        self._prepare([item for item in work if item[0] in self._homes])
+        self._prepare([item for item in work if item[0] in self._host.homes])
         for p, group, _ in work:
+            if p in self._codes:
+                self.state[p].update(state_in_ram(self.state[p]))
             if self._resident.knows(p):
                 self._resident.prepare(p, self.state[p], self._wants(p, group))
                 self.state[p].update(state_in_ram(self.state[p]))  # at once: the device may need the room
         for p in moved:
-            self._homes.forget(p)
+            self._host.homes.forget(p)
             self._resident.forget(p)
 
     def wait(self, number: int) -> None:
@@ -260,23 +276,19 @@ class LowBitAdamW(torch.optim.Optimizer):
         resident, at_once = self._look(staying), []
         late: dict[int, list[_Late]] = {}
         for (p, group, name), number in zip(work, numbers, strict=True):
-            if number is not None and p.grad is not None and self._homes[p].resident.data_ptr() == p.data_ptr():
+            home = p if p in self._codes else self._host.homes[p].resident
+            if number is not None and p.grad is not None and home.data_ptr() == p.data_ptr():
                 late.setdefault(number, []).append((p, group, p.grad.detach().contiguous().view(-1)))
             else:
                 at_once.append((p, group, name))
-        skipped = self._step_host([item for item in at_once if item[0].device.type == "cpu"], scale)
-        for device in {p.device for p, *_ in at_once if p.device.type != "cpu"}:
-            skipped += self._step_device(device, [item for item in at_once if item[0].device == device], scale)
-        self._skipped_in_ram.extend(filter(None, [skipped]))
-        for p, *_ in at_once:
-            self.state[p]["step"] += 1
+        self._step_at_once([(p, group, self.state[p]) for p, group, _ in at_once], scale)
         order = self._deferred.in_order(late)
         for number in order[:AT_WORK]:
             self._update_late(number, late[number], scale)
         self._resident.step(resident, self.seed, scale)
         for number in order[AT_WORK:]:
             self._update_late(number, late[number], scale)
-        self._homes.written(p for p, *_ in work)
+        self._host.homes.written(p for p, *_ in work if p not in self._codes)
         self._resident.written(p for p, *_ in staying)
         return loss
 
@@ -308,7 +320,7 @@ class LowBitAdamW(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Returns when every weight that a step has written is where its parameter is."""
         self._deferred.wait()
-        self._stagings.synchronize()
+        self._host.stagings.synchronize()
 
     @property
     def skipped_blocks(self) -> int:
@@ -342,43 +354,69 @@ class LowBitAdamW(torch.optim.Optimizer):
     def _skip(self) -> None:
         self.skipped_steps += 1
         self.skipped_in_a_row += 1
-        self._stagings.drop()
+        self._host.stagings.drop()
         if self.max_skipped_steps is not None and self.skipped_in_a_row >= self.max_skipped_steps:
             raise rules.too_many_skipped(self.skipped_in_a_row)
 
     def _look(self, work: list[_Work]) -> list[Any]:
-        """What is updated where it is kept, before anything is written."""
         self._make_states(work)
         self._resident.look(found := [(p, group, self.state[p], self._wants(p, group)) for p, group, _ in work])
         return found
 
     def _update_late(
-        self, number: int, items: Sequence[_Late], scale: float, arrived: _Call = None, used: _Call = None
+        self, number: int, items: Sequence[_Late], scale: float, arrived: Any = None, used: Any = None
     ) -> None:
         """Counts a group's step, and hands it to the thread, with the hyperparameters of today."""
         work, today = [], {id(g): {**g, "lr": float(g["lr"])} for g in self.param_groups}  # lr may be a tensor
         torch.autograd.graph.increment_version([p for p, *_ in items])
         for p, group, grad in items:
-            state, home = self.state[p], self._homes[p]
+            state = self.state[p]
             state["step"] = step = state["step"] + 1
-            home.seen = (home.seen[0], p._version, *home.seen[2:])
             work.append((p, today[id(group)], grad, step))
+        self._host.homes.written(p for p, *_ in items if p not in self._codes)
 
         def job(start: int, ending: Callable[[], object] | None) -> None:
             try:
                 if arrived is not None:
                     arrived()
-                rest = [self._tensor(p, group, 0, p.numel(), grad, scale, n) for p, group, grad, n in work[start:]]
-                self._skipped_in_ram.extend(filter(None, [native.adam_step(rest, self.threads, ending)]))
+                tensors, skipped = [], []
+                for p, group, grad, step in work[start:]:
+                    if p in self._codes:
+                        skipped.append(self._step_codes(p, group, grad, scale, step))
+                    else:
+                        tensors.append(self._host.tensor((p, group, self.state[p]), grad, self.seed, scale, step))
+                skipped.append(native.adam_step(tensors, self.threads, ending if tensors else None))
+                self._skipped_in_ram.extend(filter(None, skipped))
             finally:
                 if used is not None:
                     used()
 
-        luggage = None
-        if arrived is None and self._deferred.travels and all(self._homes[p].copy is None for p, *_ in items):
+        luggage, stays = None, any(p in self._codes or self._host.homes[p].copy is not None for p, *_ in items)
+        if arrived is None and self._deferred.travels and not stays:
             found = [self.state[p] for p, *_ in items]
             luggage = self._deferred.pack(number, work, found, self.seed, scale, self._step_there)
         self._deferred.add(number, job, [grad for *_, grad in items], arrived is None, luggage)
+
+    def _step_at_once(self, work: list[Item], scale: float) -> None:
+        skipped, how = 0, {"threads": self.threads, "staging_bytes": self.staging_bytes}
+        for p, group, state in work:
+            if p in self._codes and p.grad is not None:
+                torch.autograd.graph.increment_version(p)
+                skipped += self._step_codes(p, group, p.grad.detach().reshape(-1), scale, state["step"] + 1)
+                state["step"] += 1
+        work = [item for item in work if item[0] not in self._codes]
+        in_ram = [item for item in work if item[0].device.type == "cpu"]
+        skipped += self._host.step_in_ram(in_ram, self.seed, scale, self.threads)
+        for device in {p.device for p, *_ in work} - {torch.device("cpu")}:
+            here, known = [item for item in work if item[0].device == device], [p for p, *_ in self._named()]
+            skipped += self._host.step_from_device(device, here, known, self.seed, scale, **how)
+        self._skipped_in_ram.extend(filter(None, [skipped]))
+        for _, _, state in work:
+            state["step"] += 1
+
+    def _step_codes(self, p: Tensor, group: Mapping[str, Any], grad: Tensor, *scale_and_step: Any) -> int:
+        numbers = (self.seed, *scale_and_step)
+        return self._codes.step(p, group, self.state[p], grad, numbers, self.threads, self._resident)
 
     def _step_there(self, tensors: list[AdamTensor]) -> None:
         if tensors[0].weight.device.type == "cpu":  # a "device" in RAM
@@ -386,60 +424,22 @@ class LowBitAdamW(torch.optim.Optimizer):
         else:
             self._resident.step_tensors(tensors)
 
-    def _step_host(self, work: list[_Work], scale: float) -> int:
-        tensors = []
-        for p, group, _ in work:
-            assert p.grad is not None
-            step = self.state[p]["step"] + 1
-            tensors.append(self._tensor(p, group, 0, p.numel(), p.grad.detach().contiguous().view(-1), scale, step))
-        skipped = native.adam_step(tensors, self.threads) if tensors else 0
-        for p, _, _ in work:
-            home = self._homes[p]
-            if home.resident.data_ptr() != p.data_ptr():  # a parameter that is not contiguous
-                p.copy_(home.resident.view(p.shape))
-            else:
-                torch.autograd.graph.increment_version(p)
-            home.seen = mark(p)
-        return skipped
-
-    def _step_device(self, device: torch.device, work: list[_Work], scale: float) -> int:
-        groups = {p: group for p, group, _ in work}
-
-        def tensor_of(p: Tensor, start: int, stop: int, grad: Tensor) -> AdamTensor:
-            return self._tensor(p, groups[p], start, stop, grad, scale, self.state[p]["step"] + 1)
-
-        def update(tensors: list[AdamTensor]) -> int:
-            return native.adam_step(tensors, self.threads)
-
-        with torch.cuda.device(device):
-            try:
-                return self._staging(device).step(groups, tensor_of, update, lambda p: self._homes[p].resident)
-            finally:
-                for p in groups:
-                    home = self._homes[p]
-                    home.seen, home.total = mark(p), sum_of_bits(p)
-
-    def _tensor(
-        self, p: Tensor, group: dict[str, Any], start: int, stop: int, grad: Tensor, scale: float, step: int
-    ) -> AdamTensor:
-        """The kernel's view of values ``[start, stop)`` of a parameter, for its `step`-th step."""
-        home = self._homes[p]
-        whole = state_tensor(self.state[p], group, self.seed, home.weight, grad, scale, step, home.copy)
-        return whole if stop - start == p.numel() else whole.part(start, stop)
-
     def _prepare(self, work: list[_Work]) -> None:
         """Makes states and homes that do not exist yet, and takes weights anew that somebody else has written."""
         self._make_states(work)
         found = []
         for p, group, _ in work:
             state, wanted = self.state[p], self._wants(p, group)
+            if p in self._codes:
+                take_codes(state, self._codes.codes[p])
+                continue
             if self._resident.knows(p):  # it was updated on its device so far
                 self._resident.prepare(p, state, wanted)
                 self._resident.forget(p)
             if not state["m"].is_cpu:
                 state.update(state_in_ram(state))
             found.append((p, state, wanted))
-        self._homes.prepare(found)
+        self._host.homes.prepare(found)
 
     def _make_states(self, work: list[_Work]) -> None:
         numbers: dict[Tensor, int] = {}
@@ -453,11 +453,7 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     def _wants(self, p: Tensor, group: Mapping[str, Any]) -> int | None:
         """Bits of the master that a parameter is to have; None for an fp32 weight, which is its own."""
-        return None if p.dtype is torch.float32 else group["master_bits"]
-
-    def _staging(self, device: torch.device) -> Staging:
-        params = [p for p, _, _ in self._named() if p in self._homes and p.device == device]
-        return self._stagings.of(device, params, self.staging_bytes)
+        return None if p.dtype is torch.float32 or p in self._codes else group["master_bits"]
 
     # -- saving, loading, counting ----------------------------------------------------------------------------------
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -479,13 +475,17 @@ class LowBitAdamW(torch.optim.Optimizer):
         loaded: dict[Tensor, states.State] = {}
         for number, (key, (p, group, name)) in enumerate(zip(ids, self._named(), strict=True)):
             if key in state_dict["state"]:
-                bits, master = self._bits(p, group), self._wants(p, group)
-                loaded[p] = states.load_state(state_dict["state"][key], p.numel(), bits, master, number, name)
+                bits, master = self._bits(p, group), 8 if p in self._codes else self._wants(p, group)
+                saved = state_dict["state"][key]
+                loaded[p] = states.load_state(saved, p.numel(), bits, master, number, name)
+                if p in self._codes:
+                    loaded[p] = with_codes(loaded[p], saved, self._codes.codes[p], name)
         self.param_groups = groups
         self.state.clear()
         self.state.update(loaded)
-        self._stagings.close()
+        self._host.stagings.close()
         self._reset_runtime()
+        self.use_codes(self._codes.codes)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -90,6 +90,7 @@ def overlap(streamer: Streamer, optimizer: Any, travels: bool | None = None) -> 
     at_once = streamer.ahead + 1 if travels else 0
     groups = [[] if block.kept else [p for _, p in block.params] for block in streamer.blocks]
     optimizer.defer(groups, at_once, partial(streamer.encode, threads=optimizer.threads) if coded else None)
+    optimizer.use_codes(streamer.codes())
     streamer.updates = optimizer
     return keep_on_device(optimizer)
 

@@ -1,19 +1,18 @@
-"""Where a block's tensors are, at home and on the device: ``Place``, and ``CodedPlace`` for weights in few bits."""
+"""``Place``: where a block's tensors are, at home and on the device."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from .block import Block
-from .coding import decode, encode
 from .layer import Layer
 from .link import Link, Slot
 from .shelf import Shelf
-
-SAMPLE = 61  # values of a weight that are looked at, to see whether somebody has written it unnoticed
 
 
 class Copy:
@@ -32,16 +31,30 @@ class Place:
 
     def __init__(self, block: Block, shelf: Shelf, device: torch.device, debug: bool) -> None:
         self.block, self.shelf = block, shelf
-        self.home = block.layer.views(shelf.weights(block.number))
+        self.home = self._moved_in()
         for (_, p), view in zip(block.params, self.home, strict=True):
-            if p.data_ptr() != view.data_ptr():  # not loaded into its place
-                view.copy_(p.data)
             p.data = view
         self.weights = Copy(block.layer, device, debug)
         self.gradients = None if block.gradient_layer is None else Copy(block.gradient_layer, device, debug)
         self.gradient_home: list[Tensor] = []  # views of the shelf's place, once it has been taken
         self.bound = False
         self._round, self._versions = -1, [0]
+
+    def _moved_in(self) -> list[Tensor]:
+        """Brings the weights to the shelf. Returns: what the parameters are there."""
+        home = self.block.layer.views(self.shelf.weights(self.block.number))
+        for (_, p), view in zip(self.block.params, home, strict=True):
+            if p.data_ptr() != view.data_ptr():  # not loaded into its place
+                view.copy_(p.data)
+        return home
+
+    def on_device(self, device: torch.device) -> list[Tensor]:
+        """Copies the weights to a device, of a block that is about to stay there. Returns: what the parameters are."""
+        return [p.data.to(device, copy=True) for _, p in self.block.params]
+
+    def on_shelf(self) -> list[Tensor]:
+        """Copies the weights of a block that was on the device to the shelf. Returns: what the parameters are."""
+        return self._moved_in()
 
     def is_for(self, number: int) -> None:
         """Says for which round the copy of the weights has been fetched just now."""
@@ -53,6 +66,13 @@ class Place:
 
     def _now(self) -> list[int]:
         return [p._version for _, p in self.block.params]
+
+    def hooks(self) -> Iterable[RemovableHandle]:
+        """Hooks on its modules that it needs."""
+        return ()
+
+    def leave(self) -> None:
+        """Has the parameters, which are at home, be tensors that need no place."""
 
     def has_moved(self, home: list[Tensor]) -> None:
         """Says where the parameters lie from here on, and that the shelf's places are no more what they were."""
@@ -96,121 +116,3 @@ class Place:
             if copy is not None and copy.there:
                 link.release(copy.slot)
                 copy.there = False
-
-
-class CodedPlace(Place):
-    """The same for a block whose weights cross the link in few bits, and are seen by the device as those bits say.
-
-    [Note: what the device sees] Weights are written in few bits at home, by the optimizer's thread after each update,
-    and read on the device, into a slot of the computing stream's own, when the block begins. A block that stays on the
-    device does both there, so that what it computes does not depend on where it rests. Gradients are those of the
-    weights as they were read (straight through), the update is of those at home.
-
-    Home may be written by others between two steps. Through torch, that shows in the versions of the parameters; a
-    sample of their values shows most of what is written through ``.data``.
-    """
-
-    def __init__(self, block: Block, shelf: Shelf, device: torch.device, debug: bool) -> None:
-        super().__init__(block, shelf, device, debug)
-        assert block.coded_layer is not None
-        self.codes = Copy(block.coded_layer, device, debug)
-        self._encoded: list[tuple[int, int]] = []
-
-    @property
-    def there(self) -> bool:
-        """See ``Place``."""
-        return self.codes.there or self.weights.there
-
-    @property
-    def passing_bytes(self) -> int:
-        """See ``Place``."""
-        return sum(copy.slot.nbytes for copy in (self.codes, self.weights) if copy.there)
-
-    def has_moved(self, home: list[Tensor]) -> None:
-        """See ``Place``."""
-        super().has_moved(home)
-        self._encoded = []
-
-    def encode(self, threads: int | None = None) -> None:
-        """Writes the codes at home anew."""
-        found = self._state_of_home()
-        assert self.block.coded_layer is not None
-        slab = self.shelf.coded(self.block.number)
-        self._write(self.home, self.block.coded_layer.views(slab), threads)
-        self._encoded = found
-
-    def _state_of_home(self) -> list[tuple[int, int]]:
-        return [(p._version, _sample(home)) for (_, p), home in zip(self.block.params, self.home, strict=True)]
-
-    def _write(self, home: list[Tensor], coded: list[Tensor], threads: int | None = None) -> None:
-        work, parts = [], iter(coded)
-        for (_, p), tensor in zip(self.block.params, home, strict=True):
-            form, part = self.block.forms.get(p), next(parts)
-            if form is None:
-                part.copy_(tensor)
-            else:
-                work.append((tensor, form, part, next(parts)))
-        encode(work, threads)
-
-    def _read(self) -> None:
-        work, parts = [], iter(self.codes.views)
-        for (_, p), view in zip(self.block.params, self.weights.views, strict=True):
-            form, part = self.block.forms.get(p), next(parts)
-            if form is None:
-                view.copy_(part)
-            else:
-                work.append((part, next(parts), form, view))
-        decode(work)
-
-    def fetch(self, link: Link) -> None:
-        """See ``Place``."""
-        if self._encoded != self._state_of_home():
-            self.encode()
-        self.codes.ticket = link.fetch(self.codes.slot, self.shelf.coded(self.block.number))
-        self.codes.there = True
-
-    def bind(self, link: Link) -> None:
-        """See ``Place``."""
-        if self.bound:
-            return
-        if not self.weights.there:
-            if self.block.kept:
-                self.codes.slot.fill()
-                self._write(self.home, self.codes.views)
-            else:
-                link.use(self.codes.ticket)
-            self.weights.slot.fill()
-            self.weights.there = True
-            self._read()
-            if self.block.kept:
-                self.codes.slot.empty()
-            else:
-                link.release(self.codes.slot)
-            self.codes.there = False
-        for (_, p), view in zip(self.block.params, self.weights.views, strict=True):
-            p.data = view
-        self.bound = True
-
-    def release(self, link: Link) -> None:
-        """See ``Place``."""
-        self.unbind()
-        if self.codes.there:
-            link.release(self.codes.slot)
-            self.codes.there = False
-        if self.weights.there:  # the computing stream's own
-            self.weights.slot.empty()
-            self.weights.there = False
-        if self.gradients is not None and self.gradients.there:
-            link.release(self.gradients.slot)
-            self.gradients.there = False
-
-
-def _sample(x: Tensor) -> int:
-    values = x.view(-1)[:: max(1, x.numel() // SAMPLE)]
-    integer = {2: torch.int16, 4: torch.int32}.get(x.element_size())
-    return int(values.view(integer).sum()) if integer is not None else 0
-
-
-def place_of(block: Block, shelf: Shelf, device: torch.device, debug: bool) -> Place:
-    """A block's place, of the kind that it needs."""
-    return (CodedPlace if block.forms else Place)(block, shelf, device, debug)

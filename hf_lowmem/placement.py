@@ -143,22 +143,23 @@ def check_budgets(
     Raises: DoesNotFit.
     """
     widths = optimizer.widths()
-    sizes = [footprint([p for _, p in block.params], widths) for block in streamer.blocks]
+    sizes = [footprint([p for _, p in block.params], widths, block.nbytes_of) for block in streamer.blocks]
     if not gradients_rest:
         sizes = [Footprint(s.weights, s.masters, s.states, 0) for s in sizes]
-    coded = [0 if block.coded_layer is None else block.coded_layer.nbytes for block in streamer.blocks]
+    copied = [block.copied_bytes for block in streamer.blocks]
     largest = max(block.largest_passing for block in streamer.blocks)
-    behind = max(code or block.layer.nbytes for code, block in zip(coded, streamer.blocks, strict=True))
+    behind = max((block.coded_layer or block.layer).nbytes for block in streamer.blocks)
+    seen = any(block.forms for block in streamer.blocks)
     count = len(sizes)
 
     def plan(streamed: int) -> Plan:
         chosen = set(spread(count, Fraction(streamed, count)))
         there = sum((sizes[i] for i in range(count) if i not in chosen), outside)
-        home = sum((sizes[i] + Footprint(weights=coded[i]) for i in chosen), Footprint())
+        home = sum((sizes[i] + Footprint(weights=copied[i]) for i in chosen), Footprint())
         if not on_device:
             home += Footprint(there.weights, there.masters, there.states, 0)
             there = Footprint(weights=there.weights, gradients=there.gradients)
-        passing = (largest if streamed or any(coded) else 0) + max(0, min(streamed - 1, streamer.ahead)) * behind
+        passing = (largest if streamed or seen else 0) + max(0, min(streamed - 1, streamer.ahead)) * behind
         return Plan(count, streamed, there, home, passing, gpu_budget, ram_budget)
 
     plans = [plan(streamed) for streamed in (range(count, -1, -1) if movable else [count])]
@@ -222,8 +223,9 @@ class Placement:
         self._moved, self._on_device, self._ram_budget = moved, on_device, ram_budget
         self._outside, self._offload_inputs = outside, offload_inputs
         widths = optimizer.widths()
-        self._sizes = [footprint([p for _, p in block.params], widths) for block in streamer.blocks]
-        self._coded = [0 if block.coded_layer is None else block.coded_layer.nbytes for block in streamer.blocks]
+        self._sizes = [footprint([p for _, p in block.params], widths, block.nbytes_of) for block in streamer.blocks]
+        self._copied = [block.copied_bytes for block in streamer.blocks]
+        self._seen = any(block.forms for block in streamer.blocks)  # beside the weights, by one block at a time
         parts = (footprint([p], widths) for block in streamer.blocks for _, p in block.params)
         self._part = max(part.masters + part.states + part.gradients for part in parts) + 2**16
         self._cost = max(self._on_gpu(size).total for size in self._sizes)
@@ -308,7 +310,7 @@ class Placement:
         if self._on_device and chosen:  # what travels with two blocks that are updated on the way
             missing += self.streamer.link.bags * self._part
         largest = max(block.largest_passing for block in self.streamer.blocks)
-        here = streamed + any(self._coded)  # a block that stays has its weights as the device sees them beside it
+        here = streamed + self._seen
         best, gradients = 0, 0
         for moment in self._moments if moments is None else moments:
             held = sum(self._sizes[i].gradients for i in kept if i in moment.ended)
@@ -319,7 +321,7 @@ class Placement:
         on_gpu = Footprint(
             outside.weights + there.weights, outside.masters + there.masters, outside.states + there.states, gradients
         )
-        in_ram = sum((self._sizes[i] + Footprint(weights=self._coded[i]) for i in chosen), Footprint())
+        in_ram = sum((self._sizes[i] + Footprint(weights=self._copied[i]) for i in chosen), Footprint())
         if not self._on_device:
             elsewhere = sum((self._sizes[i] for i in kept), self._outside)
             in_ram += Footprint(elsewhere.weights, elsewhere.masters, elsewhere.states, 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -54,22 +54,25 @@ class Footprint:
 Widths = Mapping[Tensor, tuple[int, int | None]]
 
 
-def footprint(params: Iterable[Tensor], widths: Widths) -> Footprint:
+def footprint(
+    params: Iterable[Tensor], widths: Widths, nbytes: Callable[[Tensor], int] = lambda p: p.nbytes
+) -> Footprint:
     """The bytes of parameters.
 
     Args:
         params: any parameters.
         widths: of those that are trained, (bits of a moment, bits of the master or None); see ``LowBitAdamW.widths``.
+        nbytes: of a parameter where it rests.
     """
     total = Footprint()
     for p in params:
         bits, master = widths.get(p, (0, None))
         if not bits:
-            total += Footprint(weights=p.nbytes)
+            total += Footprint(weights=nbytes(p))
             continue
         beside = {24: 1, 32: 4}.get(master or 0, 0) if p.dtype is not torch.float32 else 0
         gradient = gradient_dtype(p).itemsize * p.numel()
-        total += Footprint(p.nbytes, beside * p.numel(), state_bytes(p.numel(), bits), gradient)
+        total += Footprint(nbytes(p), beside * p.numel(), state_bytes(p.numel(), bits), gradient)
     return total
 
 

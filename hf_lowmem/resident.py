@@ -163,5 +163,6 @@ def _probe(kind: Kind, device: torch.device) -> AdamTensor:
 
 
 def state_in_ram(state: dict[str, Any]) -> dict[str, Any]:
-    """A state with all its tensors in RAM, to be saved."""
-    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
+    """A state with all its tensors in RAM, to be saved; codes of a weight without those of others beside them."""
+    found = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
+    return {name: value.clone() if name in ("codes", "scale") else value for name, value in found.items()}

@@ -9,6 +9,7 @@ A state is a dict of plain tensors and numbers, flat, in host RAM::
     m_scale, v_scale   ``float32[blocks]``, with 4 and 8 bits
     extension  ``int8[n]``, with a 24-bit master of a 16-bit weight
     master     ``float32[n]``, with a 32-bit master of a 16-bit weight
+    codes, scale  ``int8[rows, columns]``, ``float32[rows, 1]``: the weight itself, where it exists in 8 bits alone
 """
 
 from __future__ import annotations
@@ -146,9 +147,9 @@ def _widen(source: State, n: int, bits: int) -> State:
 
 def _load_master(source: State, state: State, wanted: int | None, name: str) -> None:
     """Takes the master over; a 24-bit one grows to 32 bits at the next step, when its weight is at hand."""
-    saved = 32 if "master" in source else 24 if "extension" in source else 16
+    saved = 32 if "master" in source else 24 if "extension" in source else 8 if "codes" in source else 16
     if wanted is None:
-        if saved != 16:
+        if saved > 16:
             raise ValueError(
                 f"optimizer state of {name} holds the {saved}-bit master of a 16-bit weight, but the weight is fp32 "
                 "now. Load the model in the dtype that it was trained in."
@@ -181,4 +182,6 @@ def nbytes(state: Mapping[str, Any]) -> tuple[int, int]:
     """(bytes of the two moments with their scales, bytes of the master)."""
     size = {key: value.nbytes for key, value in state.items() if isinstance(value, Tensor)}
     master = size.pop("extension", 0) + size.pop("master", 0)
+    for name in ("codes", "scale"):  # the weight itself
+        size.pop(name, None)
     return sum(size.values()), master

@@ -33,8 +33,9 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 
 from .block import AfterBackward, Block, Updates
+from .coded import BarePlace, CodedPlace, place_of
 from .link import Link
-from .place import CodedPlace, Place, place_of
+from .place import Place
 from .shelf import Shelf
 
 AHEAD = 2  # so many blocks are fetched before they are used
@@ -154,9 +155,8 @@ class Streamer:
             self.updates.wait(block.number)
         self._release(block)
         self.link.finish()
-        device = self.link.device
-        moved = [p.data.to(device, copy=True) for _, p in block.params]
-        grads = [None if p.grad is None else p.grad.to(device, copy=True) for _, p in block.params]
+        moved = self._places[block].on_device(self.link.device)
+        grads = [None if p.grad is None else p.grad.to(self.link.device, copy=True) for _, p in block.params]
         self._exchange(block, moved, grads)
         block.kept = True
         self._places[block].has_moved(moved)
@@ -167,16 +167,14 @@ class Streamer:
         """Moves a block that was kept back to the shelf, with its gradients. Only between forwards, like ``keep``."""
         if not block.kept:
             return
-        home = block.layer.views(self.shelf.weights(block.number))
+        home = self._places[block].on_shelf()
         grads: dict[nn.Parameter, Tensor] = {}
         if block.gradient_layer is not None and any(p.grad is not None for p in block.trained):
             views = block.gradient_layer.views(self.shelf.gradients(block.number))
             grads = {p: view for p, view in zip(block.trained, views, strict=True) if p.grad is not None}
-        for (_, p), view in zip(block.params, home, strict=True):
-            view.copy_(p.data)
-            if p in grads:
-                assert p.grad is not None
-                grads[p].copy_(p.grad)
+        for p, grad in grads.items():
+            assert p.grad is not None
+            grad.copy_(p.grad)
         self._exchange(block, home, [grads.get(p) for _, p in block.params])
         block.kept = False
         self._places[block].has_moved(home)
@@ -209,8 +207,7 @@ class Streamer:
 
     def encode(self, number: int, threads: int | None = None) -> None:
         """Writes what crosses the link of a block, after an update of its weights at home; any thread may."""
-        place = self._places[self.blocks[number]]
-        if isinstance(place, CodedPlace) and not place.block.kept:
+        if isinstance(place := self._places[self.blocks[number]], CodedPlace):
             place.encode(threads)
 
     def gradient_norm(self, p: nn.Parameter) -> Tensor | None:
@@ -221,9 +218,16 @@ class Streamer:
         norm, gradient, version = self._norms.get(p, (None, None, -1))
         return norm if gradient is not None and p.grad is gradient and gradient._version == version else None
 
+    def codes(self) -> dict[nn.Parameter, tuple[Tensor, Tensor]]:
+        """Codes and scales of the weights that exist in few bits alone, where they rest now."""
+        bare = [place for place in self._places.values() if isinstance(place, BarePlace)]
+        return {p: pair for place in bare for p, pair in place.coded().items()}
+
     def remove(self) -> None:
-        """Takes the hooks off. The parameters stay at home."""
+        """Takes the hooks off. The parameters stay at home, as tensors of their own where they were placeholders."""
         self.go_home()
+        for place in self._places.values():
+            place.leave()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -235,6 +239,8 @@ class Streamer:
         for module in model.modules():  # who reads weights by one of these waits for the optimizer
             yield module.register_state_dict_pre_hook(lambda module, prefix, keep_vars: self.synchronize())
             yield module.register_load_state_dict_pre_hook(lambda *args: self.synchronize())
+        for place in self._places.values():
+            yield from place.hooks()
         for block in self.blocks:
             yield block.module.register_forward_pre_hook(
                 lambda module, args, kwargs, block=block: self._before_forward(block, args, kwargs),
@@ -453,8 +459,7 @@ class Streamer:
         params = [p for p in block.trained if p.grad is not None]
         if not params:
             return
-        assert block.gradient_layer is not None
-        assert place.gradients is not None
+        assert block.gradient_layer is not None and place.gradients is not None  # noqa: PT018
         early = self.early and self.updates is not None and block.to_come <= 0  # not if more is to be added
         passing = early and not place.gradients.there
         slab = self.shelf.borrow(block.number) if passing else self.shelf.gradients(block.number)

@@ -316,6 +316,7 @@ class LowMemMixin(_TrainerBase):
         streamer = None if target is None else streamer_of(target)
         if streamer is not None and self.lowmem.offload == "none" and all(block.kept for block in streamer.blocks):
             stays, streamer.updates = False, unwrapped(optimizer)  # weights in few bits: nothing else is asked for
+            unwrapped(optimizer).use_codes(streamer.codes())
         elif streamer is not None and (self._placement is None or self._placement.streamer is not streamer):
             stays = self._place(target, streamer, unwrapped(optimizer))
         else:  # nothing is to be streamed

@@ -12,7 +12,7 @@ import torch
 from counted_memory import auto
 from test_attachment import CHECKPOINTING, assert_at_home, assert_same, build, checkpoint, link, run  # noqa: F401
 from test_streamed_trainer import assert_same as assert_same_training
-from test_streamed_trainer import fit
+from test_streamed_trainer import fit, history
 
 from hf_lowmem import DoesNotFit, LowMemConfig, LowMemTrainer, attach, create_optimizer, detach, load
 from hf_lowmem.attachment import streamer_of
@@ -144,8 +144,8 @@ def test_the_same_training_wherever_blocks_rest(tiny, tmp_path, memory, weights,
     memory.limit = placed._placement.plan.gpu - 2 * placed._placement._cost
     some = auto(tiny, tmp_path, optim_args=optim_args, **changes)
     assert 0 < sum(block.kept for block in streamer_of(some.model).blocks) < 4
-    for run in (*runs[1:], placed, some):
-        assert_same_training(tiny, runs[0], run)
+    for other in (*runs[1:], placed, some):
+        assert_same_training(tiny, runs[0], other)
     plain = fit(tiny, tmp_path, "none", optim_args=optim_args.replace(f"weights={weights}", ""), **changes)
     assert not tiny.equal_bits(tiny.weights(plain.model), tiny.weights(runs[0].model))
 
@@ -241,3 +241,119 @@ def test_their_bytes_count(tiny) -> None:
     with pytest.raises(DoesNotFit, match="RAM"):
         attach(model, LowMemConfig(offload="cpu", weights="int8", cpu_memory=f"{streamed + 4000}B"))
     attach(model, LowMemConfig(offload="cpu", weights="int8", cpu_memory=f"{int(streamed * 1.3)}B"))
+
+
+# -- without masters ----------------------------------------------------------------------------------------------
+BARE = "weights=int8,master_bits=8"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gradient_accumulation_steps": 3},
+        {"gradient_checkpointing": True, "max_grad_norm": 0.01, "dtype": "bfloat16"},
+        {"max_grad_norm": 0.0, "dtype": "bfloat16"},
+        {"optim": "cpu_adam32bit", "dtype": "bfloat16", "optim_args": "compute=int8"},
+    ],
+    ids=["accumulated", "checkpointed", "unclipped", "integers"],
+)
+def test_weights_in_8_bits_alone_wherever_blocks_rest(tiny, tmp_path, memory, changes) -> None:
+    changes = {"optim": "cpu_adam4bit", **changes}
+    optim_args = ",".join(filter(None, [changes.pop("optim_args", ""), BARE]))
+    runs = [fit(tiny, tmp_path, where, optim_args=optim_args, **changes) for where in ("none", "cpu", "0.5")]
+    placed = auto(tiny, tmp_path, optim_args=optim_args, **changes)
+    memory.limit = placed._placement.plan.gpu - 2 * placed._placement._cost
+    some = auto(tiny, tmp_path, optim_args=optim_args, **changes)
+    assert 0 < sum(block.kept for block in streamer_of(some.model).blocks) < 4
+    for other in (*runs[1:], placed, some):
+        assert history(other) == history(runs[0])
+        for (name, one), two in zip(runs[0].model.state_dict().items(), other.model.state_dict().values(), strict=True):
+            assert torch.equal(one, two), name
+    losses = [log["loss"] for log in history(runs[0]) if "loss" in log]
+    plain = fit(tiny, tmp_path, "none", optim_args="", **changes)
+    wanted = [log["loss"] for log in history(plain) if "loss" in log]
+    assert losses != wanted
+    assert losses == pytest.approx(wanted, abs=0.05)
+
+
+def bare(tiny, offload="cpu", **changes):
+    model = tiny.model(num_hidden_layers=4, dtype="bfloat16", **changes)
+    return model, attach(model, LowMemConfig(offload=offload, weights="int8", master_bits=8))
+
+
+def test_a_byte_a_parameter_rests(tiny) -> None:
+    model, streamer = bare(tiny, **{**WIDE, "num_key_value_heads": 2})
+    whole = sum(p.numel() for block in streamer.blocks for p in block.forms)
+    assert sum(block.nbytes_of(p) for block in streamer.blocks for p in block.forms) < 1.05 * whole
+    assert streamer.shelf.nbytes < 1.1 * whole + 4096 * 4
+    p = model.model.layers[0].mlp.up_proj.weight
+    assert p.isnan().all()
+    with pytest.raises(RuntimeError, match="single memory location"), torch.no_grad():
+        p.add_(1)
+
+
+@pytest.mark.parametrize("offload", ["cpu", "0.5", "none"])
+def test_what_the_bits_say_is_saved_and_loaded(tiny, tmp_path, offload) -> None:
+    plain = as_seen(tiny.model(num_hidden_layers=4, dtype="bfloat16"), "int8")
+    model, _ = bare(tiny, offload)
+    assert tiny.equal_bits(dict(plain.state_dict()), dict(model.state_dict()))
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert tiny.equal_bits(tiny.weights(plain), tiny.weights(again))
+    loaded = load(tmp_path, LowMemConfig(offload=offload, weights="int8", master_bits=8))
+    assert loaded.model.layers[0].mlp.up_proj.weight.isnan().all()
+    other = tiny.model(seed=5, num_hidden_layers=4, dtype="bfloat16")
+    assert model.load_state_dict(other.state_dict()) == ([], [])
+    as_seen(other, "int8")
+    assert tiny.equal_bits(dict(other.state_dict()), dict(model.state_dict()))
+    tokens = torch.tensor([[5, 6, 7]])
+    assert torch.equal(model(input_ids=tokens).logits, other(input_ids=tokens).logits)
+    incomplete = {k: v for k, v in other.state_dict().items() if "up_proj" not in k}
+    missing, unexpected = model.load_state_dict(incomplete, strict=False)
+    assert len(missing) == 4
+    assert not unexpected
+    with pytest.raises(RuntimeError, match=r"size mismatch for model\.layers\.0\.mlp\.up_proj\.weight"):
+        model.load_state_dict({**other.state_dict(), "model.layers.0.mlp.up_proj.weight": torch.zeros(3, 3)})
+    detach(model)
+    assert tiny.equal_bits(tiny.weights(other), tiny.weights(model))
+
+
+@pytest.mark.parametrize("offload", ["cpu", "0.5"])
+def test_a_resumed_run_is_the_run(tiny, tmp_path, offload) -> None:
+    settings = {"optim": "cpu_adam4bit", "optim_args": BARE, "dtype": "bfloat16", "max_steps": 6}
+    whole = fit(tiny, tmp_path / "whole", offload, save_strategy="steps", save_steps=3, **settings)
+    resumed = fit(tiny, tmp_path / "again", offload, resume=str(tmp_path / "whole" / "checkpoint-3"), **settings)
+    assert tiny.equal_bits(dict(whole.model.state_dict()), dict(resumed.model.state_dict()))
+    for one, other in zip(
+        streamer_of(whole.model).codes().values(), streamer_of(resumed.model).codes().values(), strict=True
+    ):
+        assert torch.equal(one[0], other[0])
+        assert torch.equal(one[1], other[1])
+
+
+def test_states_of_other_weights_are_refused(tiny) -> None:
+    optimizers = []
+    for seed in (0, 1):
+        model = tiny.model(seed=seed, num_hidden_layers=4, dtype="bfloat16")
+        streamer = attach(model, LowMemConfig(offload="cpu", weights="int8", master_bits=8))
+        optimizers.append(create_optimizer(model, LowMemConfig(), lr=1e-2))
+        optimizers[-1].use_codes(streamer.codes())
+        tokens = torch.tensor([[5, 6, 7]])
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizers[-1].step()
+    with pytest.raises(ValueError, match="codes of another weight than the model's"):
+        optimizers[1].load_state_dict(optimizers[0].state_dict())
+    optimizers[1].load_state_dict(optimizers[1].state_dict())
+
+
+def test_lora_over_8_bits_alone(tiny) -> None:
+    reference, model = build(tiny, "lora"), build(tiny, "lora")
+    attach(model, LowMemConfig(offload="cpu", weights="int8", master_bits=8))
+    assert_same(run(as_seen(reference, "int8")), run(model))
+
+
+def test_masters_are_refused_or_needed(tiny) -> None:
+    with pytest.raises(ValueError, match=r'master_bits=8 leaves weights nothing but the 8 bits.*write weights="int8"'):
+        LowMemConfig(master_bits=8)
+    with pytest.raises(ValueError, match="exist in 4 bits alone, which cannot be trained"):
+        attach(tiny.model(), LowMemConfig(offload="cpu", weights="int4", master_bits=8))

@@ -78,7 +78,7 @@ def test_same_bits(dtype: torch.dtype, state_bits: int, master_bits: int, stagin
         a.step()
         b.step()
         assert_same(host, a, device, b)
-    assert b._stagings._known
+    assert b._host.stagings._known
 
 
 @pytest.mark.parametrize("master_bits", [16, 24, 32])

@@ -133,7 +133,7 @@ def test_early_copies_are_given_up_where_they_are_wasted(small_pieces: None) -> 
         backward(model, step)
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         optimizer.step()
-    ((_, ring),) = optimizer._stagings._known.values()
+    ((_, ring),) = optimizer._host.stagings._known.values()
     backward(model, 9)
     assert not ring._came_down
 

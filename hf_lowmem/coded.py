@@ -1,0 +1,267 @@
+"""Places of blocks whose weights cross the link in few bits: ``CodedPlace``, and ``BarePlace`` if they are all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from .block import Block
+from .coding import decode, encode
+from .link import Link
+from .place import Copy, Place
+from .shelf import Shelf
+
+SAMPLE = 61  # values of a weight that are looked at, to see whether somebody has written it unnoticed
+
+
+class CodedPlace(Place):
+    """The same for a block whose weights cross the link in few bits, and are seen by the device as those bits say.
+
+    [Note: what the device sees] Weights are written in few bits at home, by the optimizer's thread after each update,
+    and read on the device, into a slot of the computing stream's own, when the block begins. A block that stays on the
+    device does both there, so that what it computes does not depend on where it rests. Gradients are those of the
+    weights as they were read (straight through), the update is of those at home.
+
+    Home may be written by others between two steps. Through torch, that shows in the versions of the parameters; a
+    sample of their values shows most of what is written through ``.data``.
+    """
+
+    def __init__(self, block: Block, shelf: Shelf, device: torch.device, debug: bool) -> None:
+        super().__init__(block, shelf, device, debug)
+        assert block.coded_layer is not None
+        self.codes = Copy(block.coded_layer, device, debug)
+        self._encoded: list[tuple[int, int]] = []
+
+    @property
+    def there(self) -> bool:
+        """See ``Place``."""
+        return self.codes.there or self.weights.there
+
+    @property
+    def passing_bytes(self) -> int:
+        """See ``Place``."""
+        return sum(copy.slot.nbytes for copy in (self.codes, self.weights) if copy.there)
+
+    def has_moved(self, home: list[Tensor]) -> None:
+        """See ``Place``."""
+        super().has_moved(home)
+        self._encoded = []
+
+    def encode(self, threads: int | None = None) -> None:
+        """Writes the codes at home anew."""
+        found = self._state_of_home()
+        assert self.block.coded_layer is not None
+        slab = self.shelf.coded(self.block.number)
+        self._write(self.home, self.block.coded_layer.views(slab), threads)
+        self._encoded = found
+
+    def _state_of_home(self) -> list[tuple[int, int]]:
+        return [(p._version, _sample(home)) for (_, p), home in zip(self.block.params, self.home, strict=True)]
+
+    def _write(self, home: list[Tensor], coded: list[Tensor], threads: int | None = None) -> None:
+        work, parts = [], iter(coded)
+        for (_, p), tensor in zip(self.block.params, home, strict=True):
+            form, part = self.block.forms.get(p), next(parts)
+            if form is None:
+                part.copy_(tensor)
+            else:
+                work.append((tensor, form, part, next(parts)))
+        encode(work, threads)
+
+    def _see_itself(self) -> None:
+        """What a block that stays on the device sees."""
+        self.codes.slot.fill()
+        self._write(self.home, self.codes.views)
+        self._read(self.codes.views)
+        self.codes.slot.empty()
+
+    def _read(self, coded: list[Tensor]) -> None:
+        self.weights.slot.fill()
+        self.weights.there = True
+        work, parts = [], iter(coded)
+        for (_, p), view in zip(self.block.params, self.weights.views, strict=True):
+            form, part = self.block.forms.get(p), next(parts)
+            if form is None:
+                view.copy_(part)
+            else:
+                work.append((part, next(parts), form, view))
+        decode(work)
+
+    def fetch(self, link: Link) -> None:
+        """See ``Place``."""
+        if self._encoded != self._state_of_home():
+            self.encode()
+        self.codes.ticket = link.fetch(self.codes.slot, self.shelf.coded(self.block.number))
+        self.codes.there = True
+
+    def bind(self, link: Link) -> None:
+        """See ``Place``."""
+        if self.bound:
+            return
+        if not self.weights.there:
+            if self.block.kept:
+                self._see_itself()
+            else:
+                link.use(self.codes.ticket)
+                self._read(self.codes.views)
+                link.release(self.codes.slot)
+                self.codes.there = False
+        for (_, p), view in zip(self.block.params, self.weights.views, strict=True):
+            p.data = view
+        self.bound = True
+
+    def release(self, link: Link) -> None:
+        """See ``Place``."""
+        self.unbind()
+        if self.codes.there:
+            link.release(self.codes.slot)
+            self.codes.there = False
+        if self.weights.there:  # the computing stream's own
+            self.weights.slot.empty()
+            self.weights.there = False
+        if self.gradients is not None and self.gradients.there:
+            link.release(self.gradients.slot)
+            self.gradients.there = False
+
+
+class BarePlace(CodedPlace):
+    """A coded place of weights that exist in few bits alone: these bits are at home what others have weights for.
+
+    The parameters are placeholders there, a NaN of their shape, which cannot be written. ``state_dict`` gives what the
+    bits say instead, and ``load_state_dict`` writes bits.
+    """
+
+    def __init__(self, block: Block, shelf: Shelf, device: torch.device, debug: bool) -> None:
+        self._staying: list[Tensor] = []  # codes, scales and other tensors of a block that stays on the device
+        super().__init__(block, shelf, device, debug)
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """Codes, scales and other tensors where they rest, in the order of the coded layer."""
+        assert self.block.coded_layer is not None
+        return self._staying or self.block.coded_layer.views(self.shelf.coded(self.block.number))
+
+    def _moved_in(self) -> list[Tensor]:
+        parts = self.parts
+        if not all(is_placeholder(p) for p in self.block.forms):
+            self._write([p.data for _, p in self.block.params], parts)
+        return self._as_parameters(parts)
+
+    def on_device(self, device: torch.device) -> list[Tensor]:
+        """See ``Place``."""
+        self._staying = [part.to(device, copy=True) for part in self.parts]
+        return self._as_parameters(self._staying)
+
+    def on_shelf(self) -> list[Tensor]:
+        """See ``Place``."""
+        staying, self._staying = self._staying, []
+        for part, source in zip(self.parts, staying, strict=True):
+            part.copy_(source)
+        return self._as_parameters(self.parts)
+
+    def _as_parameters(self, parts: list[Tensor]) -> list[Tensor]:
+        return [placeholder(p, part.device) if p in self.block.forms else part for p, part, _ in self._rows(parts)]
+
+    def _rows(self, parts: list[Tensor]) -> Iterator[tuple[nn.Parameter, Tensor, Tensor | None]]:
+        """Each parameter, its codes or itself, and its scales."""
+        left = iter(parts)
+        for _, p in self.block.params:
+            yield p, next(left), next(left) if p in self.block.forms else None
+
+    def coded(self) -> dict[nn.Parameter, tuple[Tensor, Tensor]]:
+        """The codes and scales of each weight."""
+        return {p: (codes, scale) for p, codes, scale in self._rows(self.parts) if scale is not None}
+
+    def hooks(self) -> Iterator[RemovableHandle]:
+        """See ``Place``."""
+        for module in self.block.module.modules():
+            held = {name: p for name, p in module._parameters.items() if p is not None and p in self.block.forms}
+            if held:
+                yield from _hooks_of(self, module, held)
+
+    def leave(self) -> None:
+        """See ``Place``."""
+        for p in self.block.forms:
+            p.data = self.decoded(p)
+
+    def encode(self, threads: int | None = None) -> None:
+        """See ``CodedPlace``: there is nothing to be done."""
+
+    def fetch(self, link: Link) -> None:
+        """See ``Place``."""
+        self.codes.ticket = link.fetch(self.codes.slot, self.shelf.coded(self.block.number))
+        self.codes.there = True
+
+    def _see_itself(self) -> None:
+        self._read(self._staying)
+
+    def decoded(self, p: nn.Parameter) -> Tensor:
+        """What a weight's bits say, where they rest."""
+        codes, scale = self.coded()[p]
+        out = torch.empty(p.shape, dtype=p.dtype, device=codes.device)
+        decode([(codes, scale, self.block.forms[p], out)])
+        return out
+
+    def set(self, p: nn.Parameter, value: Tensor) -> None:
+        """Writes a weight's bits anew."""
+        codes, scale = self.coded()[p]
+        encode([(value.to(codes.device, p.dtype).contiguous(), self.block.forms[p], codes, scale)])
+        torch.autograd.graph.increment_version(p)  # a copy on the device is no more what it was
+
+
+def placeholder(p: Tensor, device: torch.device) -> Tensor:
+    """What a parameter is while its weight is nowhere but in few bits."""
+    return torch.full((), float("nan"), dtype=p.dtype, device=device).expand(p.shape)
+
+
+def is_placeholder(p: Tensor) -> bool:
+    """Whether a parameter is one now."""
+    return p.numel() > 1 and not any(p.stride())
+
+
+def _hooks_of(place: BarePlace, module: nn.Module, held: dict[str, nn.Parameter]) -> Iterator[RemovableHandle]:
+    taken: set[str] = set()  # keys that have been loaded here, and are not missing
+
+    def give(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name, p in held.items():
+            if prefix + name in state_dict:
+                state_dict[prefix + name] = place.decoded(p)
+
+    def take(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        *_, errors = args
+        taken.clear()
+        for name, p in held.items():
+            value = state_dict.pop(prefix + name, None)
+            if value is None:
+                continue
+            taken.add(prefix + name)
+            if value.shape != p.shape:
+                errors.append(
+                    f"size mismatch for {prefix + name}: copying a param with shape {value.shape} from checkpoint, the "
+                    f"shape in current model is {p.shape}."
+                )
+            else:
+                place.set(p, value)
+
+    def after(module: nn.Module, incompatible: Any) -> None:
+        incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if key not in taken]
+
+    yield module.register_state_dict_post_hook(give)
+    yield module.register_load_state_dict_pre_hook(take)
+    yield module.register_load_state_dict_post_hook(after)
+
+
+def _sample(x: Tensor) -> int:
+    values = x.view(-1)[:: max(1, x.numel() // SAMPLE)]
+    integer = {2: torch.int16, 4: torch.int32}.get(x.element_size())
+    return int(values.view(integer).sum()) if integer is not None else 0
+
+
+def place_of(block: Block, shelf: Shelf, device: torch.device, debug: bool) -> Place:
+    """A block's place, of the kind that it needs."""
+    kind = BarePlace if block.bare else CodedPlace if block.forms else Place
+    return kind(block, shelf, device, debug)
