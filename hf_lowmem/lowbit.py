@@ -95,7 +95,7 @@ def use_compute(model: nn.Module, config: LowMemConfig, device: torch.device) ->
 
 
 def chosen_compute(config: LowMemConfig, device: torch.device) -> str:
-    """As the setting says; ``"auto"`` is ``"int8"`` where that is fast, on GPUs since Ampere by Triton, or ``"model"``."""
+    """As the setting says; ``"auto"`` is ``"int8"`` where that is fast: on GPUs since Ampere, by Triton."""
     if config.compute != "auto":
         return config.compute
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):

@@ -25,9 +25,12 @@ TILE, THREADS = 128, 256
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
+EMULATED = False  # tests and benchmarks only: whether GPUs may be used that emulate the instruction
+
+
 def able(capability: tuple[int, int]) -> bool:
     """Whether the tensor cores of GPUs of a compute capability multiply 4-bit integers."""
-    return FIRST <= capability <= LAST
+    return FIRST <= capability <= LAST or (EMULATED and capability > LAST)
 
 
 @torch.no_grad()

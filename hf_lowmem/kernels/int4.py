@@ -157,7 +157,7 @@ def _largest(wide: Tensor) -> Tensor:
 
 def _units(wide: Tensor, scale: Tensor, dithered: Tensor | None) -> Tensor:
     usable = ((scale != 0) & scale.isfinite())[:, None]
-    inverse = torch.where(usable, 1 / scale[:, None], 0.0)
+    inverse = torch.where(usable, torch.ones_like(scale)[:, None] / scale[:, None], 0.0)
     units = wide * inverse if dithered is None else wide * inverse + dithered
     return torch.where(usable, units.round(), 0.0).to(torch.int8)
 
