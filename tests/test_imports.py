@@ -234,7 +234,10 @@ def test_no_file_is_too_long() -> None:
     root = Path(__file__).parent.parent
     folders = ("hf_lowmem", "tests", "examples", "benchmarks", ".ci")
     files = [
-        p for folder in folders for p in (root / folder).rglob("*") if p.suffix in (".py", ".cpp", ".h", ".sh", "")
+        p
+        for folder in folders
+        for p in (root / folder).rglob("*")
+        if p.suffix in (".py", ".cpp", ".cu", ".h", ".sh", "")
     ]
     lengths = {str(p.relative_to(root)): len(p.read_text(encoding="utf-8").splitlines()) for p in files if p.is_file()}
     assert {name: n for name, n in lengths.items() if n > LONGEST} == {}

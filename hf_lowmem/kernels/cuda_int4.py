@@ -3,19 +3,21 @@
 These are the GPUs of compute capability 7.5 to 8.9. Hopper's tensor cores have no such instruction: the kernel runs
 there all the same, emulated and slowly, which is good for comparing values and for nothing else.
 
-Matrices are rotated and rounded by torch's own operations.
+Gradients are rounded, and codes turned round, by torch's own operations; so is everything of rows that are too long for
+a multiprocessor's shared memory.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from . import nvrtc
-from .int4 import ALIGNED, Rows4, check, rotated_back, rotated_rows, split_rows, turned_rows
+from . import int4, nvrtc
+from .int4 import ALIGNED, Rows4, check, packed, rotation, split_rows
 
 __all__ = ["able", "product", "rotated_back", "rotated_rows", "split_rows", "turned_rows"]
 
@@ -50,6 +52,50 @@ def product(a: Rows4, b: Rows4, dtype: torch.dtype, bias: Tensor | None = None) 
     sizes = (m, n, row_bytes, digits, KINDS[dtype])
     _kernels(device).launch("int4_product", blocks, THREADS, 0, *codes, *scales, out, *sizes)
     return out
+
+
+@torch.no_grad()
+def rotated_rows(x: Tensor) -> tuple[Rows4, Tensor]:
+    """See ``int4.rotated_rows``."""
+    if not _fits(x):
+        return int4.rotated_rows(x)
+    rows, columns = x.shape
+    row_bytes = -(-columns // (2 * ALIGNED)) * ALIGNED
+    codes = torch.empty(1, rows, row_bytes, dtype=torch.uint8, device=x.device)
+    scale = torch.empty(rows, device=x.device)
+    sizes = (columns, row_bytes, *_rotation(columns), KINDS[x.dtype])
+    _kernels(x.device).launch("int4_rotated_rows", rows, THREADS, 4 * columns, x.contiguous(), codes, scale, *sizes)
+    return Rows4(codes, scale, columns), scale
+
+
+def turned_rows(x: Tensor) -> Rows4:
+    """See ``int4.turned_rows``."""
+    rows, _ = rotated_rows(x)
+    return packed(rows.values().t()[None], None)
+
+
+@torch.no_grad()
+def rotated_back(x: Tensor) -> Tensor:
+    """See ``int4.rotated_back``."""
+    if not _fits(x):
+        return int4.rotated_back(x)
+    x, (rows, columns) = x.contiguous(), x.shape
+    out = torch.empty_like(x)
+    sizes = (columns, *_rotation(columns), KINDS[x.dtype])
+    _kernels(x.device).launch("int4_rotated_back", rows, THREADS, 4 * columns, x, out, *sizes)
+    return out
+
+
+def _rotation(columns: int) -> tuple[int, int, int]:
+    neighbours, pieces = rotation(columns)
+    return neighbours, pieces, math.isqrt(neighbours * pieces)
+
+
+def _fits(x: Tensor) -> bool:
+    """Whether a row, in fp32, has room in shared memory beside what else a block needs."""
+    properties = torch.cuda.get_device_properties(x.device)
+    room = getattr(properties, "shared_memory_per_block_optin", nvrtc.SHARED)
+    return x.dtype in KINDS and x.numel() > 0 and 4 * x.shape[1] <= room - 1024
 
 
 def _aligned(codes: Tensor) -> bool:

@@ -143,6 +143,23 @@ __device__ __forceinline__ u16 as_float16(float x) {
   return out;
 }
 
+__device__ __forceinline__ float loaded(const void* x, i64 at, int kind) {
+  if (kind == 0) return ((const float*)x)[at];
+  u16 bits = ((const u16*)x)[at];
+  if (kind == 1) return __uint_as_float((u32)bits << 16);
+  float out;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(bits));
+  return out;
+}
+
+__device__ __forceinline__ void stored(void* out, i64 at, float value, int kind) {
+  if (kind == 0) {
+    ((float*)out)[at] = value;
+  } else {
+    ((u16*)out)[at] = kind == 1 ? as_bfloat16(value) : as_float16(value);
+  }
+}
+
 // Args:
 //   a: [digits, m, row_bytes], two codes a byte, the first in the lower half; a value is the sum of its digits, of
 //   which
@@ -224,14 +241,93 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
           if (a_scale) value = __fmul_rn(value, a_scale[y]);
           if (b_scale) value = __fmul_rn(value, b_scale[x]);
           if (bias) value = __fadd_rn(value, bias[x]);
-          i64 at = y * n + x;
-          if (kind == 0) {
-            ((float*)out)[at] = value;
-          } else {
-            ((u16*)out)[at] = kind == 1 ? as_bfloat16(value) : as_float16(value);
-          }
+          stored(out, y * n + x, value, kind);
         }
       }
     }
   }
+}
+
+// -- rotation -------------------------------------------------------------------------------------------------------
+// The Walsh-Hadamard transform of every `number` values of a row that lie `stride` apart, by all threads of a block.
+__device__ __forceinline__ void butterflies(float* row, int columns, int number, int stride) {
+  for (int distance = stride; distance < number * stride; distance *= 2) {
+    for (int pair = threadIdx.x; pair < columns / 2; pair += THREADS) {
+      int at = pair / distance * 2 * distance + pair % distance;
+      float one = row[at], other = row[at + distance];
+      row[at] = __fadd_rn(one, other);
+      row[at + distance] = __fsub_rn(one, other);
+    }
+    __syncthreads();
+  }
+}
+
+// The largest of a value over a block, 0 or more. A NaN is none: whoever calls this looks for them.
+__device__ __forceinline__ float largest(float value, float* held) {
+  for (int lanes = 16; lanes; lanes /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, lanes));
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) held[threadIdx.x / 32] = value;
+  __syncthreads();
+  for (int i = 0; i < THREADS / 32; i++) value = fmaxf(value, held[i]);
+  return value;
+}
+
+// Args:
+//   x: [rows, columns], of a kind.
+//   codes: [rows, row_bytes].
+//   scale: [rows].
+//   neighbours, pieces: of the rotation.
+//   root: what its sums are to be divided by.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    int4_rotated_rows(const void* __restrict__ x, u8* __restrict__ codes, float* __restrict__ scale, int columns,
+                      int row_bytes, int neighbours, int pieces, int root, int kind) {
+  extern __shared__ float row[];
+  __shared__ float held[THREADS / 32];
+  i64 number = blockIdx.x;
+  for (int i = threadIdx.x; i < columns; i += THREADS) row[i] = loaded(x, number * columns + i, kind);
+  __syncthreads();
+  butterflies(row, columns, neighbours, 1);
+  butterflies(row, columns, pieces, columns / pieces);
+
+  float up = 0, down = 0, bad = 0;
+  for (int i = threadIdx.x; i < columns; i += THREADS) {
+    float value = row[i];
+    up = fmaxf(up, value);
+    down = fmaxf(down, -value);
+    if (!(fabsf(value) < __int_as_float(0x7f800000))) bad = 1;
+  }
+  up = largest(up, held);
+  down = largest(down, held);
+  bad = largest(bad, held);
+
+  const float unit_up = (float)(1 / 7.49), unit_down = (float)(1 / 8.49);
+  float unit = down > up ? fmaxf(__fmul_rn(up, unit_up), __fmul_rn(down, unit_down))
+                         : -fmaxf(__fmul_rn(down, unit_up), __fmul_rn(up, unit_down));
+  if (fmaxf(up, down) < 0x1p-100f) unit = 0;
+  bool usable = unit != 0 && bad == 0;
+  float inverse = usable ? __fdiv_rn(1, unit) : 0;
+  for (int i = threadIdx.x; i < row_bytes; i += THREADS) {
+    u32 both = 0;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      int at = 2 * i + half;
+      int code = usable && at < columns ? __float2int_rn(__fmul_rn(row[at], inverse)) : 0;
+      both |= (u32)(code & 15) << 4 * half;
+    }
+    codes[number * row_bytes + i] = (u8)both;
+  }
+  if (threadIdx.x == 0) scale[number] = bad != 0 ? __int_as_float(0x7fffffff) : __fdiv_rn(unit, (float)root);
+}
+
+// Undoes a rotation; of one kind, [rows, columns].
+extern "C" __global__ void __launch_bounds__(THREADS)
+    int4_rotated_back(const void* __restrict__ x, void* __restrict__ out, int columns, int neighbours, int pieces,
+                      int root, int kind) {
+  extern __shared__ float row[];
+  i64 first = (i64)blockIdx.x * columns;
+  for (int i = threadIdx.x; i < columns; i += THREADS) row[i] = loaded(x, first + i, kind);
+  __syncthreads();
+  butterflies(row, columns, pieces, columns / pieces);
+  butterflies(row, columns, neighbours, 1);
+  for (int i = threadIdx.x; i < columns; i += THREADS) stored(out, first + i, __fdiv_rn(row[i], (float)root), kind);
 }

@@ -10,13 +10,15 @@ import contextlib
 import ctypes
 import functools
 import importlib.util
-import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+SHARED = 48 * 1024  # bytes of shared memory that a block may have without being allowed more
+_MOST_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 # -- compiling ----------------------------------------------------------------------------------------------------
@@ -29,20 +31,21 @@ def find_nvrtc(folders: Sequence[str] = ()) -> ctypes.CDLL:
     Raises: OSError where there is none.
     """
     major = (torch.version.cuda or "").split(".")[0]
-    if sys.platform == "win32":
-        names, place = [f"nvrtc64_{major}0_0.dll"], [os.path.join(os.path.dirname(torch.__file__), "lib")]
-    else:
-        names, place = [f"libnvrtc.so.{major}", "libnvrtc.so"], []
+    name = f"nvrtc64_{major}0_0.dll" if sys.platform == "win32" else f"libnvrtc.so.{major}"
+    places = [Path(torch.__file__).parent / "lib"]
     spec = importlib.util.find_spec("nvidia")  # where pip puts it: nvidia/cu13/lib, nvidia/cuda_nvrtc/lib
     for root in (spec.submodule_search_locations or ()) if spec is not None else ():
-        place += [str(folder) for kind in ("lib", "bin") for folder in Path(root).glob(f"*/{kind}")]
-    given = [
-        str(path) for folder in folders for path in sorted(Path(folder).glob("*nvrtc*")) if "builtins" not in str(path)
-    ]
-    for name in [*given, *names, *(os.path.join(folder, name) for name in names for folder in place)]:
+        places += [folder for kind in ("lib", "bin") for folder in sorted(Path(root).glob(f"*/{kind}"))]
+    candidates = [*_in_folders(map(Path, folders), "*nvrtc*"), name, "libnvrtc.so"]
+    for candidate in [*candidates, *_in_folders(places, f"{name}*")]:
         with contextlib.suppress(OSError):
-            return ctypes.CDLL(name)
-    raise OSError(f"{names[0]}, NVIDIA's run-time compiler, is not there: pip install nvidia-cuda-nvrtc")
+            return ctypes.CDLL(candidate)
+    raise OSError(f"{name}, NVIDIA's run-time compiler, is not there: pip install nvidia-cuda-nvrtc")
+
+
+def _in_folders(folders: Iterable[Path], pattern: str) -> list[str]:
+    found = [path for folder in folders for path in sorted(folder.glob(pattern))]
+    return [str(path) for path in found if "builtins" not in path.name and ".alt." not in path.name]
 
 
 def compiled(source: str, capability: tuple[int, int], library: ctypes.CDLL | None = None) -> bytes:
@@ -110,6 +113,7 @@ class Kernels:
     def __init__(self, binary: bytes, device: torch.device) -> None:
         self._device, self._module = device, ctypes.c_void_p()
         self._functions: dict[str, ctypes.c_void_p] = {}
+        self._allowed: dict[str, int] = {}  # shared memory
         with torch.cuda.device(device):
             _have_context(device)
             _check(_driver().cuModuleLoadData(ctypes.byref(self._module), binary))
@@ -130,9 +134,13 @@ class Kernels:
                 pointer = value.data_ptr() if isinstance(value, Tensor) else None
                 values.append(ctypes.c_int(value) if isinstance(value, int) else ctypes.c_void_p(pointer))
             places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+            function = self._function(name)
+            if shared > self._allowed.get(name, SHARED - 1024):  # of which it may have some of its own
+                _check(_driver().cuFuncSetAttribute(function, _MOST_SHARED, shared))
+                self._allowed[name] = shared
             stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
             sizes = (blocks, 1, 1, threads, 1, 1, shared)
-            _check(_driver().cuLaunchKernel(self._function(name), *sizes, stream, places, None))
+            _check(_driver().cuLaunchKernel(function, *sizes, stream, places, None))
 
     def _function(self, name: str) -> ctypes.c_void_p:
         if name not in self._functions:

@@ -30,7 +30,8 @@ def library():
 def test_it_compiles(capability) -> None:
     binary = nvrtc.compiled(cuda_int4.SOURCE.read_text(encoding="utf-8"), capability, library())
     assert binary[:4] == b"\x7fELF"
-    assert b"int4_product" in binary
+    for name in (b"int4_product", b"int4_rotated_rows", b"int4_rotated_back"):
+        assert name in binary
 
 
 def test_what_the_compiler_says_is_passed_on() -> None:
@@ -90,7 +91,7 @@ def test_the_largest_sums() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1), (37, 100), (64, 576), (20, 4096)])
+@pytest.mark.parametrize("shape", [(1, 1), (37, 100), (64, 576), (20, 4096), (3, 16384), (2, 60001)])
 def test_matrices_have_the_same_bits(dtype, shape) -> None:
     x, scale = torch.randn(shape).to(dtype), torch.rand(shape[1]) - 0.5
     x[0, 0] = 50
