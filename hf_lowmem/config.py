@@ -108,9 +108,10 @@ class LowMemConfig:
             ``"stochastic"``: two bytes, each sum rounded stochastically. ``"auto"``: with several micro-batches fp32
             if host memory has room for that, or else stochastic.
         compute: what linear layers compute their products in, forward and backward: ``"model"``, the dtype of their
-            weights and activations; ``"int8"``, 8-bit integers; ``"auto"``, ``"int8"`` on a GPU where that is fast.
-        grad_weight: with ``compute="int8"``, what the products that make weight gradients are computed in: ``"int8"``
-            too, or ``"model"``.
+            weights and activations; ``"int8"``, 8-bit integers; ``"int4"``, 4-bit ones, on GPUs of compute capability
+            7.5 to 8.9; ``"auto"``, ``"int8"`` on a GPU where that is fast.
+        grad_weight: with ``compute="int8"`` or ``"int4"``, what the products that make weight gradients are computed
+            in: ``"int8"`` in both, or ``"model"``.
         weights: how the weights of linear layers within blocks cross the link, and what the device sees of them:
             ``"model"``, as they are; ``"int8"`` or ``"int4"``, written in 8 or 4 bits after each update. They rest at
             home as they are, with their masters.
@@ -162,7 +163,9 @@ class LowMemConfig:
     gradient_dtype: str = field(
         default="model", metadata={"help": "How gradients are accumulated: model, fp32, stochastic or auto."}
     )
-    compute: str = field(default="model", metadata={"help": "What linear layers compute in: model, int8 or auto."})
+    compute: str = field(
+        default="model", metadata={"help": "What linear layers compute in: model, int8, int4 or auto."}
+    )
     grad_weight: str = field(
         default="int8", metadata={"help": "What they compute weight gradients in then: int8 or model."}
     )
@@ -186,7 +189,7 @@ class LowMemConfig:
             self._check_integer("seed", 0, 2**63 - 1, "leave it out for that of TrainingArguments")
         self._check_integer("max_skipped_steps", 1, None, "1 ends the training at the first skipped step")
         self._check_word("gradient_dtype", ("fp32", "stochastic", "auto", "model"), "that gradients are accumulated in")
-        self._check_word("compute", ("int8", "auto", "model"), "that linear layers compute in")
+        self._check_word("compute", ("int8", "int4", "auto", "model"), "that linear layers compute in")
         self._check_word("grad_weight", ("int8", "model"), "that weight gradients are computed in")
         self._check_word("weights", ("int8", "int4", "model"), "that weights can cross the link in")
         if self.master_bits == 8 and self.weights == "model":

@@ -80,7 +80,7 @@ def _check_offload(config: LowMemConfig, model: nn.Module | None) -> None:
             "class MyTrainer(LowMemMixin, ...)), or call attach(model, config) before the model is moved to the GPU"
         )
     ours = {
-        "compute": config.compute == "int8" and (model is None or rounding_of(model) is None),
+        "compute": config.compute in ("int8", "int4") and (model is None or rounding_of(model) is None),
         "micro_batch_size": config.micro_batch_size is not None,
         "offload_activations": bool(config.offload_activations),
         "gradient_dtype": config.gradient_dtype != "model"

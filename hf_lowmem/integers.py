@@ -1,8 +1,15 @@
-"""Linear layers whose products run in 8-bit integers, forward and backward. Their weights stay what they are.
+"""Linear layers whose products run in 8-bit or 4-bit integers, forward and backward. Their weights stay what they are.
 
     output      = q(x R) @ q(w R).T   a scale for each token and each output; R: a rotation of the inputs
     grad_input  = q(g * s) @ codes    codes and s: those of w's rows, as they lie
     grad_weight = q(g).T @ q(x)       a scale for each output and each input; or in the tokens' own dtype
+
+In 4 bits (``Linear4``) the gradient of the input is that of the rotated codes, rotated back, of a gradient in 8 bits
+whose halves are multiplied one after the other; the gradient of the weight has 8 bits:
+
+    output      = q4(x R) @ q4(w R).T
+    grad_input  = q8(g * s) @ codes @ R.T   codes and s: those of w R
+    grad_weight = as above
 
 Inputs and weights are rounded to nearest, gradients stochastically: a gradient's mean is then what it would be with
 the rounded inputs and weights, and errors do not add up over the steps. Weights are rounded anew in each pass, so
@@ -24,7 +31,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from . import codec
-from .kernels import int8
+from .kernels import cuda_int4, int4, int8
+from .kernels.int4 import Rows4
 from .kernels.int8 import Rows
 
 FEW = 16  # tokens up to which a layer that is not trained computes as it did: to read its weight once is all the work
@@ -73,6 +81,61 @@ def goes_wrong(engine: ModuleType, device: torch.device) -> str | None:
     return None if same else "it computes other bits than it should: please report this"
 
 
+@functools.cache
+def engine4_of(device: torch.device) -> ModuleType:
+    """The same for 4 bits: ``kernels.cuda_int4`` where its bits are right, else ``kernels.int4``.
+
+    Raises: see ``check_device4``.
+    """
+    check_device4(device)
+    if device.type != "cuda":
+        return int4
+    try:
+        reason = goes_wrong4(cuda_int4, device)
+    except Exception as error:  # no NVRTC, a driver that does not take its code
+        reason = f"{type(error).__name__}: {error}"
+    if reason is None:
+        return cuda_int4
+    warnings.warn(
+        f"4-bit products cannot be compiled for this GPU ({reason}): torch's 8-bit ones compute the same, and bring "
+        'nothing. compute="int8" is faster then.',
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return int4
+
+
+def check_device4(device: torch.device) -> None:
+    """Raises: ValueError for a GPU whose tensor cores do not multiply 4-bit integers."""
+    if device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if not cuda_int4.able(capability):
+        first, last = (".".join(map(str, one)) for one in (cuda_int4.FIRST, cuda_int4.LAST))
+        raise ValueError(
+            f'compute="int4" needs tensor cores that multiply 4-bit integers: GPUs of compute capability {first} to '
+            f"{last}. {torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}, where that is "
+            'missing, or emulated and slow: write compute="int8", or "auto"'
+        )
+
+
+def goes_wrong4(engine: ModuleType, device: torch.device) -> str | None:
+    """What an engine of 4 bits computes differently on a device from the reference; None if nothing."""
+    generator = torch.Generator().manual_seed(1)
+    x, w = (torch.randn(rows, 208, generator=generator).bfloat16() for rows in (37, 150))
+    results = []
+    for module, place in ((engine, device), (int4, torch.device("cpu"))):
+        tokens, weight = x.to(place), w.to(place)
+        (rows, _), (codes, scale) = module.rotated_rows(tokens), module.rotated_rows(weight)
+        out = module.product(rows, codes, torch.bfloat16, torch.linspace(-1, 1, 150).to(place))
+        gradient, turned = module.split_rows(out, scale, 5), module.turned_rows(weight)
+        back = module.rotated_back(module.product(gradient, turned, torch.float32))
+        found = (rows.codes, rows.scale, codes.codes, scale, out, gradient.codes, gradient.scale, turned.codes, back)
+        results.append([one.cpu() for one in found])
+    same = all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    return None if same else "it computes other bits than it should: please report this"
+
+
 # -- what a model's layers share ------------------------------------------------------------------------------------
 class Columns:
     """The columns of one tensor in 8 bits, found by the first layer that needs them and kept until the last."""
@@ -97,7 +160,8 @@ class Tokens:
 
     reference: weakref.ref[Tensor]
     version: int
-    rows: Rows
+    engine: ModuleType
+    rows: Rows | Rows4
     columns: Columns
 
 
@@ -136,16 +200,17 @@ class Rounding:
         return codec.tensor_key(self.seed ^ _SALT, (self.step or 0) * _BACKWARDS + count, layer)
 
     def tokens(self, x: Tensor, engine: ModuleType) -> Tokens:
-        """An input in 8 bits: again what the layer before has found, if it has read the same tensor.
+        """An input in an engine's bits: again what the layer before has found, if it has read the same tensor.
 
         Only of what has a graph: a buffer that is filled anew may not count its writes.
         """
         latest = self._latest
         version = -1 if x.grad_fn is None else x._version
-        if latest is not None and latest.reference() is x and latest.version == version != -1:
+        known = latest is not None and latest.reference() is x and latest.engine is engine
+        if latest is not None and known and latest.version == version != -1:
             return latest
         rows, _ = engine.rotated_rows(x.reshape(-1, x.shape[-1]))
-        found = Tokens(weakref.ref(x, self._forget), version, rows, Columns())
+        found = Tokens(weakref.ref(x, self._forget), version, engine, rows, Columns())
         if version != -1:
             self._latest = found
         return found
@@ -165,12 +230,14 @@ class How:
         layer: its number.
         grad_weight: ``"int8"``, or ``"model"`` for the tokens' own dtype.
         by_input: whether the weight is ``[inputs, outputs]``, as in ``Conv1D``.
+        bits: 8, or 4.
     """
 
     rounding: Rounding
     layer: int
     grad_weight: str
     by_input: bool = False
+    bits: int = 8
 
 
 class Linear8(torch.autograd.Function):
@@ -208,15 +275,55 @@ class Linear8(torch.autograd.Function):
             turned = engine.turned_codes(weight.t() if how.by_input else weight, scale)
             grads[0] = engine.product(by_row, Rows(turned, None), g.dtype).view(ctx.shape)
         if of_weight:
-            tokens = x.reshape(-1, x.shape[-1])
-            if by_columns:
-                pair = by_column, ctx.columns.of(tokens, engine)
-                grads[1] = engine.product(*(pair[::-1] if how.by_input else pair), ctx.dtype)
-            else:
-                grads[1] = (tokens.t() @ g if how.by_input else g.t() @ tokens).to(ctx.dtype)
+            grads[1] = weight_gradient(ctx, g, x.reshape(-1, x.shape[-1]), by_column)
         if of_bias:
             grads[2] = g.sum(0).to(ctx.bias)
         return *grads, None, None
+
+
+class Linear4(torch.autograd.Function):
+    """The same in 4 bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: How, tokens: Tokens) -> Tensor:
+        engine = engine4_of(x.device)
+        rows, scale = engine.rotated_rows(weight.t() if how.by_input else weight)
+        out: Tensor = engine.product(tokens.rows, rows, x.dtype, bias)
+        trained = ctx.needs_input_grad[1]
+        ctx.save_for_backward(x if trained else None, weight if ctx.needs_input_grad[0] else None, scale)
+        tokens.columns.readers += trained
+        ctx.how, ctx.shape, ctx.dtype, ctx.columns = how, x.shape, weight.dtype, tokens.columns
+        ctx.bias = None if bias is None else bias.dtype
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        how, g = ctx.how, gradient.reshape(-1, gradient.shape[-1])
+        key, engine = how.rounding.key(how.layer), engine4_of(gradient.device)
+        grads: list[Tensor | None] = [None, None, None]
+        if ctx.needs_input_grad[0]:
+            turned = engine.turned_rows(weight.t() if how.by_input else weight)
+            of_codes = engine.product(engine.split_rows(g, scale, key), turned, g.dtype)
+            grads[0] = engine.rotated_back(of_codes).view(ctx.shape)
+        if ctx.needs_input_grad[1]:
+            by_column = None
+            if how.grad_weight == "int8":
+                by_column = engine_of(g.device).quantize_columns(g, key)
+            grads[1] = weight_gradient(ctx, g, x.reshape(-1, x.shape[-1]), by_column)
+        if ctx.needs_input_grad[2]:
+            grads[2] = g.sum(0).to(ctx.bias)
+        return *grads, None, None
+
+
+def weight_gradient(ctx: Any, g: Tensor, tokens: Tensor, by_column: Rows | None) -> Tensor:
+    """Of a layer, from its gradient in 8 bits, or in the tokens' own dtype."""
+    if by_column is None:
+        return (tokens.t() @ g if ctx.how.by_input else g.t() @ tokens).to(ctx.dtype)
+    engine = engine_of(g.device)
+    pair = by_column, ctx.columns.of(tokens, engine)
+    return engine.product(*(pair[::-1] if ctx.how.by_input else pair), ctx.dtype)  # type: ignore[no-any-return]
 
 
 @torch.compiler.disable
@@ -235,8 +342,10 @@ def applied(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
         raise RuntimeError(
             f"a layer of {inputs} inputs was given {tuple(x.shape)}, whose last dimension should be {inputs}"
         )
-    tokens = how.rounding.tokens(x, engine_of(x.device))
-    return Linear8.apply(x, weight, bias, how, tokens).view(*x.shape[:-1], outputs)  # type: ignore[no-any-return]
+    engine, function = (engine_of, Linear8) if how.bits == 8 else (engine4_of, Linear4)
+    tokens = how.rounding.tokens(x, engine(x.device))
+    out: Tensor = function.apply(x, weight, bias, how, tokens)
+    return out.view(*x.shape[:-1], outputs)
 
 
 def few(module: nn.Module, x: Tensor) -> bool:

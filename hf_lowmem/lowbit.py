@@ -11,10 +11,11 @@ from transformers.pytorch_utils import Conv1D
 
 from .config import LowMemConfig
 from .experts import WithExperts, expert_parameters, install
-from .integers import LEAST, How, Int8Conv1D, Int8Linear, Rounding, engine_of, use_class
+from .integers import LEAST, How, Int8Conv1D, Int8Linear, Rounding, check_device4, engine_of, use_class
 from .kernels import int8
 
 HEADS = {"lm_head", "score", "classifier", "qa_outputs"}  # of which not all are output embeddings
+BITS = {"int8": 8, "int4": 4}
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: Int8Linear, Conv1D: Int8Conv1D}
 
 
@@ -27,24 +28,28 @@ def quantize(model: nn.Module, compute: str = "int8", grad_weight: str = "int8")
 
     Args:
         model: any model, also one that is streamed. Its parameters stay as they are, and so does what is saved.
-        compute: ``"int8"``.
+        compute: ``"int8"``, or ``"int4"`` for 4 bits: experts and weight gradients have 8 all the same.
         grad_weight: the product that makes weight gradients: ``"int8"``, or ``"model"`` for the tokens' own dtype.
 
     Returns: the names of the layers, and of experts' parameters.
 
-    Raises: ValueError for another format, or where no layer is one of these.
+    Raises: ValueError for another format, for ``"int4"`` on a GPU that cannot, or where no layer is one of these.
     """
-    if compute != "int8":
+    if compute not in BITS:
         raise ValueError(
-            f'compute={compute!r} is none that layers can compute in: write "int8", or set "auto" in a LowMemConfig'
+            f'compute={compute!r} is none that layers can compute in: write "int8" or "int4", or set "auto" in a '
+            "LowMemConfig"
         )
+    if compute == "int4":
+        for device in {p.device for p in model.parameters()}:
+            check_device4(device)
     if grad_weight not in ("model", "int8"):
         raise ValueError(f'grad_weight={grad_weight!r} is neither "model" nor "int8"')
     rounding = rounding_of(model) or Rounding()
     names: list[str] = []
     for name, module, params in list(_layers(model)):
         if "lowbit" not in vars(module):
-            _swap(module, params, rounding, grad_weight)
+            _swap(module, params, rounding, grad_weight, BITS[compute])
             names += [name] if params == ["weight"] else [f"{name}.{p}" for p in params]
     if not names and rounding.layers:
         raise ValueError(f"{type(model).__name__} computes in integers already: dequantize(model) undoes that")
@@ -89,25 +94,28 @@ def layer_weights(model: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in found if isinstance(weight, nn.Parameter)]
 
 
-def _swap(module: nn.Module, params: list[str], rounding: Rounding, grad_weight: str) -> None:
+def _swap(module: nn.Module, params: list[str], rounding: Rounding, grad_weight: str, bits: int) -> None:
     """Has a module compute in integers."""
     swapped = _CLASSES.get(type(module))
     if swapped is None:
         install(module, {p: How(rounding, rounding.layers + i, grad_weight) for i, p in enumerate(params)})
     else:
         use_class(module, swapped)
-        vars(module)["lowbit"] = How(rounding, rounding.layers, grad_weight, by_input=swapped is Int8Conv1D)
+        vars(module)["lowbit"] = How(rounding, rounding.layers, grad_weight, swapped is Int8Conv1D, bits)
     rounding.layers += len(params)
 
 
 def use_compute(model: nn.Module, config: LowMemConfig, device: torch.device) -> None:
     """Has a model compute as ``config.compute`` says. One whose layers compute in integers goes on so."""
-    if chosen_compute(config, device) != "model" and rounding_of(model) is None:
-        quantize(model, "int8", config.grad_weight)
+    compute = chosen_compute(config, device)
+    if compute == "int4":
+        check_device4(device)  # where the model comes to
+    if compute != "model" and rounding_of(model) is None:
+        quantize(model, compute, config.grad_weight)
 
 
 def chosen_compute(config: LowMemConfig, device: torch.device) -> str:
-    """``"model"`` or ``"int8"``; ``"auto"`` is ``"int8"`` where that is fast: on GPUs since Ampere, by Triton."""
+    """As the setting says; ``"auto"`` is ``"int8"`` where that is fast: on GPUs since Ampere, by Triton."""
     if config.compute != "auto":
         return config.compute
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):

@@ -33,10 +33,20 @@ MAY_IMPORT = {
     "kernels.triton_kernel": set(),
     "kernels.int8": {"codec"},
     "kernels.weights": {"codec", "kernels.int8"},
+    "kernels.int4": {"kernels.int8"},
+    "kernels.nvrtc": set(),
+    "kernels.cuda_int4": {"kernels.__init__", "kernels.int4", "kernels.nvrtc"},
     "kernels.triton_int8": {"kernels.int8", "kernels.triton_rows"},
     "kernels.triton_rows": {"kernels.int8", "kernels.triton_kernel"},
     "kernels.triton_weights": {"kernels.int8", "kernels.triton_kernel", "kernels.triton_rows", "kernels.weights"},
-    "integers": {"codec", "kernels.__init__", "kernels.int8", "kernels.triton_int8"},
+    "integers": {
+        "codec",
+        "kernels.__init__",
+        "kernels.cuda_int4",
+        "kernels.int4",
+        "kernels.int8",
+        "kernels.triton_int8",
+    },
     "experts": {"codec", "integers"},
     "lowbit": {"config", "experts", "integers", "kernels.__init__", "kernels.int8"},
     "state": {"codec"},
@@ -241,7 +251,10 @@ def test_no_file_is_too_long() -> None:
     root = Path(__file__).parent.parent
     folders = ("hf_lowmem", "tests", "examples", "benchmarks", ".ci")
     files = [
-        p for folder in folders for p in (root / folder).rglob("*") if p.suffix in (".py", ".cpp", ".h", ".sh", "")
+        p
+        for folder in folders
+        for p in (root / folder).rglob("*")
+        if p.suffix in (".py", ".cpp", ".cu", ".h", ".sh", "")
     ]
     lengths = {str(p.relative_to(root)): len(p.read_text(encoding="utf-8").splitlines()) for p in files if p.is_file()}
     assert {name: n for name, n in lengths.items() if n > LONGEST} == {}

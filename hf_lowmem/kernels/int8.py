@@ -59,7 +59,7 @@ def quantize_rows(
     """
     wide = _wide(x, column_scale if groups is None or column_scale is None else column_scale[groups])
     scale = _scale(wide)
-    return Rows(_codes(wide, scale[:, None], _dither(x, key)), scale)
+    return Rows(_codes(wide, scale[:, None], dither(x, key)), scale)
 
 
 @torch.no_grad()
@@ -76,16 +76,21 @@ def rotated_rows(x: Tensor) -> tuple[Rows, Tensor]:
     """
     wide = _wide(x, None)
     number = pieces(x.shape[1])
-    rotated = wide.reshape(len(wide), number, -1) if wide.numel() else wide
-    step = 1
-    while step < number and wide.numel():
-        pair = rotated.view(len(wide), number // (2 * step), 2, step, -1)
-        one, other = pair[:, :, 0], pair[:, :, 1]
-        rotated = torch.stack((one + other, one - other), 2).view(len(wide), number, -1)
-        step *= 2
-    rotated = rotated.reshape(wide.shape)
+    rotated = butterflies(wide, number, wide.shape[1] // number)
     scale = _scale(rotated)
     return Rows(_codes(rotated, scale[:, None], None), scale / math.isqrt(number)), _scale(wide)
+
+
+def butterflies(wide: Tensor, number: int, stride: int) -> Tensor:
+    """The Walsh-Hadamard transform of every ``number`` values of a row that lie ``stride`` apart, a power of 2."""
+    x = wide.reshape(len(wide), -1, number, stride) if wide.numel() else wide
+    step = 1
+    while step < number and wide.numel():
+        pair = x.unflatten(2, (number // (2 * step), 2, step))
+        one, other = pair[:, :, :, 0], pair[:, :, :, 1]
+        x = torch.stack((one + other, one - other), 3).view(x.shape)
+        step *= 2
+    return x.reshape(wide.shape)
 
 
 def pieces(columns: int) -> int:
@@ -100,7 +105,7 @@ def quantize_columns(x: Tensor, key: int | None = None) -> Rows:
     """
     wide = _wide(x, None)
     scale = _scale(wide.t())
-    return Rows(_codes(wide, scale, _dither(x, key)).t().contiguous(), scale)
+    return Rows(_codes(wide, scale, dither(x, key)).t().contiguous(), scale)
 
 
 def quantize_both(x: Tensor, column_scale: Tensor | None = None, key: int | None = None) -> tuple[Rows, Rows]:
@@ -143,7 +148,7 @@ def _codes(wide: Tensor, scale: Tensor, dither: Tensor | None) -> Tensor:
     return torch.where(usable, units.round(), 0.0).to(torch.int8)
 
 
-def _dither(x: Tensor, key: int | None) -> Tensor | None:
+def dither(x: Tensor, key: int | None) -> Tensor | None:
     """Between -0.5 and 0.5, in steps of 2**-8: added before a value is rounded to nearest, that rounds it
     stochastically. These are the bytes, lowest first, of ``codec.Noise``'s first draw, four values a lane; each row
     begins with a lane of its own.
@@ -172,7 +177,7 @@ def product(a: Rows, b: Rows, dtype: torch.dtype, bias: Tensor | None = None) ->
     check_depth(a, b)
     if a.codes.shape[1] > DEEPEST:
         return product_in_parts(product, a, b, dtype, bias)
-    return _scaled(integer_product(a.codes, b.codes).float(), a, b, dtype, bias)
+    return scaled(integer_product(a.codes, b.codes).float(), a.scale, b.scale, dtype, bias)
 
 
 @torch.no_grad()
@@ -208,7 +213,7 @@ def product_in_parts(
         part = product(Rows(one, None), Rows(other, None), torch.float32)
         total = part if total is None else total.add_(part)
     assert total is not None
-    return _scaled(total, a, b, dtype, bias)
+    return scaled(total, a.scale, b.scale, dtype, bias)
 
 
 def check_depth(a: Rows, b: Rows) -> None:
@@ -217,11 +222,12 @@ def check_depth(a: Rows, b: Rows) -> None:
         raise ValueError(f"rows of {a.codes.shape[1]} codes have no product with rows of {b.codes.shape[1]}")
 
 
-def _scaled(out: Tensor, a: Rows, b: Rows, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    if a.scale is not None:
-        out *= a.scale[:, None]
-    if b.scale is not None:
-        out *= b.scale
+def scaled(out: Tensor, rows: Tensor | None, columns: Tensor | None, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    """Integer sums, in fp32 and written over, times the scales of rows and columns; the bias is added, and rounded."""
+    if rows is not None:
+        out *= rows[:, None]
+    if columns is not None:
+        out *= columns
     if bias is not None:
         out += bias.float()
     return out.to(dtype)

@@ -220,7 +220,7 @@ def inverse_of(scale):
 
 @triton.jit
 def _dither(row, quad, quads, key_low, key_high):
-    """Of each four columns in each row, its four values by two and two: int8._dither."""
+    """Of each four columns in each row, its four values by two and two: int8.dither."""
     at = (row * quads).to(tl.uint32)[:, None] + quad.to(tl.uint32)[None, :]
     x = at * 0x9E3779B9 + key_low.to(tl.uint32, bitcast=True)
     x = (x ^ (x >> 16)) * 0x85EBCA6B
