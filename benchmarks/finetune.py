@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_lowmem.attachment import detach, streamer_of
 from hf_lowmem.demo_data import find_model, heldout_split, read_texts
 from hf_lowmem.lowbit import dequantize, rounding_of
 
@@ -73,13 +74,20 @@ class Finetune:
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             step(rate)
         found = self.evaluate()
-        if rounding_of(self.model) is not None:  # what is saved computes in bf16 again
-            dequantize(self.model)
-            print(f"evaluated in integers {found:.5f}, in bf16 {self.evaluate():.5f}")
+        if rounding_of(self.model) is not None or streamer_of(self.model) is not None:
+            self._be_ordinary()  # as what is saved is
+            print(f"evaluated as it was trained {found:.5f}, as it is saved {self.evaluate():.5f}")
         return found
+
+    def _be_ordinary(self) -> None:
+        if streamer_of(self.model) is not None:
+            detach(self.model)
+            self.model.to(self.device)
+        dequantize(self.model)
 
     @torch.no_grad()
     def reset(self) -> None:
+        self._be_ordinary()
         for name, p in self.params.items():
             p.copy_(self.start[name])
 

@@ -134,14 +134,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
     parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--tables", nargs="+", choices=["products", "layers"], default=["products", "layers"])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     name = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
     engine = engine_of(torch.device(DEVICE)).__name__
     text = f"{name}, torch {torch.__version__}, {engine}. Tera-operations a second, and against bf16; medians.\n"
-    text += table("One product", products, args, 2)
-    text += table("A layer's forward and backward", layers, args, 6)
+    if "products" in args.tables:
+        text += table("One product", products, args, 2)
+    if "layers" in args.tables:
+        text += table("A layer's forward and backward", layers, args, 6)
     print(text)
     if args.out:
         args.out.write_text(text, encoding="utf-8")

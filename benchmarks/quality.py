@@ -9,6 +9,7 @@ count, and 1e-6, where the weights' last bits do.
 from __future__ import annotations
 
 import argparse
+import itertools
 import platform
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -17,8 +18,9 @@ from pathlib import Path
 import torch
 from finetune import Finetune, Step, compare, table
 
+from hf_lowmem import LowMemConfig, attach
 from hf_lowmem.kernels import native
-from hf_lowmem.lowbit import dequantize, quantize, rounding_of
+from hf_lowmem.lowbit import number_steps, quantize
 from hf_lowmem.optim import LowBitAdamW, param_bits
 
 
@@ -46,12 +48,15 @@ def over_masters(data: Finetune, make: Callable[[list], torch.optim.Optimizer], 
     return step
 
 
-def ours(data: Finetune, seed: int, state_bits: int, master_bits: int, **compute: str) -> Step:
+def ours(data: Finetune, seed: int, state_bits: int, master_bits: int, weights: str = "model", **compute: str) -> Step:
     if compute:
         quantize(data.model, **compute)
-        rounding = rounding_of(data.model)
-        assert rounding is not None
-        rounding.seed, rounding.step = seed, 0
+        number_steps(data.model, seed, 0)
+    streamer = None
+    if weights != "model":
+        config = LowMemConfig(offload="none", weights=weights, master_bits=master_bits)
+        streamer = attach(data.model, config, data.device)
+        master_bits = 24 if master_bits == 8 else master_bits  # of norms and embeddings
     bits = param_bits(data.model, state_bits)
     optimizer = LowBitAdamW(
         data.params.values(),
@@ -62,12 +67,14 @@ def ours(data: Finetune, seed: int, state_bits: int, master_bits: int, **compute
         param_bits=bits,
         seed=seed,
     )
+    if streamer is not None:
+        optimizer.use_codes(streamer.codes())
+    numbers = itertools.count(1)
 
     def step(lr: float) -> None:
         optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
-        if compute:
-            rounding.step += 1
+        number_steps(data.model, seed, next(numbers))
 
     return step
 
@@ -81,6 +88,10 @@ def recipes(data: Finetune) -> dict[str, Callable[[int], Step]]:
         "4-bit, 24-bit master (default)": lambda seed: ours(data, seed, 4, 24),
         "int8 products, 4-bit, 24-bit master": lambda seed: ours(data, seed, 4, 24, grad_weight="int8"),
         "int8 products but for weight gradients": lambda seed: ours(data, seed, 4, 24, grad_weight="model"),
+        "int8 weights, 24-bit master": lambda seed: ours(data, seed, 4, 24, "int8"),
+        "int8 weights alone": lambda seed: ours(data, seed, 4, 8, "int8"),
+        "int8 weights, int8 products": lambda seed: ours(data, seed, 4, 24, "int8", grad_weight="int8"),
+        "int4 weights, 24-bit master": lambda seed: ours(data, seed, 4, 24, "int4"),
         "8-bit, 24-bit master": lambda seed: ours(data, seed, 8, 24),
         "4-bit, 16-bit weights, stochastic": lambda seed: ours(data, seed, 4, 16),
         "32-bit, 16-bit weights, stochastic": lambda seed: ours(data, seed, 32, 16),
@@ -92,17 +103,7 @@ def recipes(data: Finetune) -> dict[str, Callable[[int], Step]]:
         found["torchao AdamW4bit, fp32 weights"] = lambda seed: over_masters(
             data, lambda params: AdamW4bit(params, lr=1e-4, weight_decay=0.0), None
         )
-    return {name: plain(data, make) for name, make in found.items()}
-
-
-def plain(data: Finetune, make: Callable[[int], Step]) -> Callable[[int], Step]:
-    """A recipe that starts from a model that computes in its own dtype."""
-
-    def made(seed: int) -> Step:
-        dequantize(data.model)
-        return make(seed)
-
-    return made
+    return found
 
 
 SMALL_LR = ("fp32 states", "4-bit, 24")  # the recipes that matter there

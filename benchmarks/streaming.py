@@ -9,6 +9,8 @@ uncapped card, forward and backward, without any optimizer. Then each of the run
     forward      forward and backward alone, without an optimizer
     early        max_grad_norm=0: updated during backward
     int8         compute="int8"
+    weights=F    weights=F, int8 or int4
+    bare         master_bits=8: these weights alone
     activations  offload_activations=true
     micro=N      micro_batch_size=N
     parts=N      gradient_accumulation_steps=N, with N-ths of the batch
@@ -115,6 +117,15 @@ def result(times: list[float], loss: float, note: str = "") -> Run:
     return Run(statistics.median(times[WARM_UP:] or times), loss, gpu, reserved, rss, peak, note)
 
 
+def settings_of(options: set[str]) -> dict[str, Any]:
+    """Of a LowMemConfig."""
+    return {
+        "compute": "int8" if "int8" in options else "model",
+        "weights": next((x.split("=")[1] for x in options if x.startswith("weights=")), "model"),
+        "master_bits": 8 if "bare" in options else 24,
+    }
+
+
 def forward_and_backward(args: argparse.Namespace, tokens: torch.Tensor, offload: str, options: set[str]) -> Run:
     """Steps without an optimizer."""
     model = make_model(args)
@@ -123,7 +134,7 @@ def forward_and_backward(args: argparse.Namespace, tokens: torch.Tensor, offload
         getattr(checkpointed, "activation_checkpointing_enable", None) or checkpointed.gradient_checkpointing_enable
     )
     enable({"use_reentrant": False})
-    attach(model, LowMemConfig(offload=offload, compute="int8" if "int8" in options else "model"), DEVICE)
+    attach(model, LowMemConfig(offload=offload, **settings_of(options)), DEVICE)
     use_chunked_loss(model)
     reset_peaks()
     times, loss = [], torch.zeros(())
@@ -220,7 +231,7 @@ def trained(args: argparse.Namespace, tokens: torch.Tensor, offload: str, option
             offload=offload,
             gpu_memory=args.cap,
             offload_activations=True if "activations" in options else None,
-            compute="int8" if "int8" in options else "model",
+            **settings_of(options),
             micro_batch_size=number("micro", None),
         )
         torch.cuda.set_per_process_memory_fraction(1.0)  # the cap is for training; a real model comes from a disk

@@ -1,0 +1,69 @@
+"""Weights in few bits on a real GPU, with its streams and kernels; test_coded.py has the same without."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from test_attachment import assert_at_home, build, checkpoint, run
+from test_attachment_gpu import assert_same_on_gpu
+from test_coded import as_seen
+
+from hf_lowmem import LowMemConfig, LowMemTrainer
+from hf_lowmem.attachment import attach, streamer_of
+from hf_lowmem.coding import _engine
+from hf_lowmem.kernels import weights as reference_engine
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")]
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts, for the fixture below
+FORMS = [("int8", 24), ("int4", 24), ("int8", 8)]
+
+
+@pytest.fixture(autouse=True)
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_triton_writes_and_reads() -> None:
+    assert _engine(torch.device("cuda:0")) is not reference_engine
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("offload", ["cpu", "0.5", "none"])
+@pytest.mark.parametrize("checkpointing", ["off", "non-reentrant", "reentrant"])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_the_device_sees_what_the_bits_say(tiny, form, checkpointing, offload, debug) -> None:
+    weights, master = form
+    reference, model = as_seen(build(tiny, "full"), weights).cuda(), build(tiny, "full")
+    for m in (reference, model):
+        checkpoint(m, checkpointing)
+    streamer = attach(model, LowMemConfig(offload=offload, weights=weights, master_bits=master, debug=debug))
+    assert streamer.link.device.type == "cuda"
+    for _ in range(2):
+        assert_same_on_gpu(run(reference), run(model))
+        if master != 8:
+            assert_at_home(streamer)
+        assert not streamer._there
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.05}, {"max_grad_norm": 0}]
+)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_trainer(tiny, tmp_path, form, dtype, changes) -> None:
+    runs = []
+    for offload in ("0", "cpu", "0.5", "auto"):
+        model = tiny.model(num_hidden_layers=4, dtype=dtype)
+        optim_args = f"offload={offload},weights={form[0]},master_bits={form[1]}"
+        args = {"optim": "cpu_adam4bit", "optim_args": optim_args, "use_cpu": False, "max_steps": 5}
+        runs.append(tiny.fit(LowMemTrainer, tmp_path, model=model, **args, **changes))
+    assert [sum(b.kept for b in streamer_of(run.model).blocks) for run in runs] == [4, 0, 2, 4]
+    states = [{name: x.cpu() for name, x in run.model.state_dict().items()} for run in runs]
+    losses = [[(log["loss"], log["grad_norm"]) for log in run.state.log_history if "loss" in log] for run in runs]
+    for state, loss in zip(states[1:], losses[1:], strict=True):
+        assert tiny.equal_bits(states[0], state)
+        assert losses[0] == loss
