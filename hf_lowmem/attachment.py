@@ -217,9 +217,8 @@ def check_attached(model: nn.Module, streamer: Streamer, config: LowMemConfig, d
         fits = config.offload == "auto" or passing == len(spread(len(streamer.blocks), share_of(config, device)))
     if {config.weights} != forms or (config.offload != "none" and not fits):
         raise ValueError(
-            f'offload="{config.offload}", weights="{config.weights}" is not how {type(model).__name__} is attached: '
-            f'{passing} streamed blocks and weights="{forms.pop()}": call detach(model) first, or leave it so with '
-            'offload="none" and the same weights'
+            f"{config.resting} is not how {type(model).__name__} is attached, with {passing} streamed blocks and "
+            f'weights="{forms.pop()}": call detach(model) first, or leave it so with offload="none" and these weights'
         )
 
 

@@ -221,6 +221,11 @@ class LowMemConfig:
         return None if self.cpu_memory is None else parse_bytes(self.cpu_memory, "cpu_memory")
 
     @property
+    def resting(self) -> str:
+        """What it says of where weights rest, for messages."""
+        return f'offload="{self.offload}"' + (f', weights="{self.weights}"' if self.weights != "model" else "")
+
+    @property
     def offload_share(self) -> Fraction:
         """The share of the blocks that rest in host memory, from 0 to 1; with ``"auto"``, that at first: 1."""
         return self._share_of_offload()

@@ -75,9 +75,9 @@ def _check_offload(config: LowMemConfig, model: nn.Module | None) -> None:
     streams = share_of(config, device_or_default(None)) > 0 or config.weights != "model"
     if streams and (model is None or streamer_of(model) is None):
         raise ValueError(
-            f'offload="{config.offload}", weights="{config.weights}" streams a model\'s blocks, or shows the device '
-            "weights in few bits, which the stock Trainer and the optimizer alone do not do: use LowMemTrainer (or "
-            "class MyTrainer(LowMemMixin, ...)), or call attach(model, config) before the model is moved to the GPU"
+            f"{config.resting} streams a model's blocks, or has the device see few bits of them, which the stock "
+            "Trainer and the optimizer alone do not do: use LowMemTrainer (or class MyTrainer(LowMemMixin, ...)), or "
+            "call attach(model, config) before the model is moved to the GPU"
         )
     ours = {
         "compute": config.compute in ("int8", "int4") and (model is None or rounding_of(model) is None),

@@ -50,7 +50,7 @@ def quantize(model: nn.Module, compute: str = "int8", grad_weight: str = "int8")
     for name, module, params in list(_layers(model)):
         if "lowbit" not in vars(module):
             _swap(module, params, rounding, grad_weight, BITS[compute])
-            names += [name] if params == ["weight"] else [f"{name}.{p}" for p in params]
+            names += [f"{name}.{p}" for p in params] if isinstance(module, WithExperts) else [name]
     if not names and rounding.layers:
         raise ValueError(f"{type(model).__name__} computes in integers already: dequantize(model) undoes that")
     if not names:

@@ -89,9 +89,8 @@ class LowMemMixin(_TrainerBase):
                 self.lowmem = self.lowmem.replaced(gradient_dtype="model")  # there is nothing to be added
             if (self.lowmem.offload_share or self.lowmem.weights != "model") and training_args.torch_compile:
                 raise ValueError(
-                    f'offload="{self.lowmem.offload}", weights="{self.lowmem.weights}" moves weights under a compiled '
-                    'model, which torch.compile cannot follow: write torch_compile=False, or offload="none" without '
-                    "weights="
+                    f"{self.lowmem.resting} moves weights under a compiled model, which torch.compile cannot follow: "
+                    'write torch_compile=False, or offload="none" without weights='
                 )
         super().__init__(*args, **kwargs)
         given = self.optimizer_cls_and_kwargs[0] if self.optimizer_cls_and_kwargs else type(self.optimizer)
@@ -279,11 +278,11 @@ class LowMemMixin(_TrainerBase):
             self.lowmem = self.lowmem.replaced(compute=chosen_compute(self.lowmem, torch.device(device)))
             print(f'hf_lowmem: what linear layers compute in: compute="{self.lowmem.compute}"')
         use_compute(model, self.lowmem, torch.device(device))
-        coded = self.lowmem.weights != "model"
-        if (share or coded) and streamer is None:
-            attach(model, self.lowmem, device)
-        elif (share or coded) and streamer is not None:
+        wanted = share or self.lowmem.weights != "model"
+        if wanted and streamer is not None:
             check_attached(model, streamer, self.lowmem, torch.device(device))
+        if wanted and streamer is None:
+            attach(model, self.lowmem, device)
         elif streamer is None:
             widen_gradients(model, self.lowmem, torch.device(device))
         elif streamer is not None and self.lowmem.gradient_dtype in ("stochastic", "auto"):  # as it is attached

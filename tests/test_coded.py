@@ -226,7 +226,7 @@ def test_refused(tiny, tmp_path) -> None:
     model = tiny.model(num_hidden_layers=4)
     attach(model, LowMemConfig(offload="cpu", weights="int8"))
     for given in ({"weights": "int4", "offload": "cpu"}, {"weights": "int8", "offload": "0.5"}):
-        with pytest.raises(ValueError, match="is not how LlamaForCausalLM is attached: 4 streamed blocks"):
+        with pytest.raises(ValueError, match="is not how LlamaForCausalLM is attached, with 4 streamed blocks"):
             tiny.fit(LowMemTrainer, tmp_path, model=model, trainer={"lowmem": given})
     tiny.fit(LowMemTrainer, tmp_path, model=model, trainer={"lowmem": {"weights": "int8"}}, max_steps=1)
     with pytest.raises(ValueError, match="moves weights under a compiled model"):

@@ -13,7 +13,8 @@ import torch
 from at_once import AtOnce
 from torch import Tensor, nn
 
-from hf_lowmem import home, memory, optim, staging
+from hf_lowmem import home, memory, staging
+from hf_lowmem import host as host_updates
 from hf_lowmem.optim import LowBitAdamW
 
 GPU = torch.device("cuda:0")
@@ -33,7 +34,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_register", lambda base, start, nbytes: False)
     monkeypatch.setattr(staging, "PIECE", 2048)
     real_sum = staging.sum_of_bits
-    for module in (optim, home):
+    for module in (host_updates, home):
         monkeypatch.setattr(module, "sum_of_bits", lambda x: on_gpu(real_sum(x)))
 
 
@@ -155,7 +156,7 @@ def test_a_failed_step_leaves_the_optimizer_usable(monkeypatch: pytest.MonkeyPat
     give_gradients(host, device, 0)
     b.step()
     with monkeypatch.context() as broken:
-        broken.setattr(optim.native, "adam_step", lambda *args: 1 / 0)
+        broken.setattr(host_updates.native, "adam_step", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             b.step()
     before = [q.detach().clone() for q in device]

@@ -208,7 +208,7 @@ def test_a_model_that_is_attached_otherwise_is_refused(tiny, tmp_path) -> None:
     attach(model, LowMemConfig(offload="0.5"))
     for offload in ("none", "0.5"):  # as it is, or as it was
         fit(tiny, tmp_path, offload, model=model, optim="cpu_adam4bit")
-    with pytest.raises(ValueError, match="with 2 streamed blocks: call detach"):
+    with pytest.raises(ValueError, match=r"with 2 streamed blocks and .*: call detach"):
         fit(tiny, tmp_path, "cpu", model=model, optim="cpu_adam4bit")
 
 
