@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .attachment import attach as attach
     from .attachment import detach as detach
     from .config import LowMemConfig as LowMemConfig
+    from .export import save_quantized as save_quantized
     from .factory import create_optimizer as create_optimizer
     from .loading import load as load
     from .lowbit import dequantize as dequantize
@@ -41,6 +42,7 @@ _HOMES = {
     "detach": "attachment",
     "load": "loading",
     "quantize": "lowbit",
+    "save_quantized": "export",
 }
 __all__ = [  # noqa: PLE0604 - the names of _HOMES exist, by __getattr__
     "__version__",

@@ -101,9 +101,14 @@ def decode(codes: Tensor, scale: Tensor, form: WeightForm, out: Tensor) -> None:
     if form.group is None:
         out.copy_(Rows(codes, scale.view(-1)).dequantized().view(out.shape))
         return
-    nibbles = codes.view(-1, form.group // 2)
-    levels = torch.stack((nibbles & 15, nibbles >> 4), 1).view(-1, form.group).float() - 8
-    out.copy_((levels * scale.view(-1, 1).float()).view(out.shape))
+    whole = levels(codes, form.group).view(-1, form.group).float()
+    out.copy_((whole * scale.view(-1, 1).float()).view(out.shape))
+
+
+def levels(codes: Tensor, group: int) -> Tensor:
+    """Codes of 4 bits, one a byte: ``int8[rows, columns]``."""
+    nibbles = codes.view(-1, group // 2)
+    return torch.stack((nibbles & 15, nibbles >> 4), 1).view(codes.shape[0], -1).to(torch.int8) - 8
 
 
 @torch.no_grad()
