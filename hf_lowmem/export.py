@@ -1,4 +1,4 @@
-"""Saves a model trained with weights in 8 or 4 bits as torchao or bitsandbytes has them: the very bits, for inference."""
+"""Saves a model whose weights are seen in 8 or 4 bits with these very bits, as torchao or bitsandbytes has them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Saved(NamedTuple):
 
     Args:
         quantized: names of the layers that are saved as codes and scales.
-        decoded: names of the weights that the format has no place for. They are saved in the model's own dtype, with the
-            values that their codes stand for.
+        decoded: names of the weights that the format has no place for. They are saved in the model's own dtype, as
+            their codes say.
     """
 
     quantized: list[str]
@@ -41,7 +41,7 @@ class _Library(NamedTuple):
     """A format: the setting of transformers for it, and how a layer's weight is written."""
 
     config: Callable[[list[str]], Any]  # of the names of what is not quantized
-    write: Callable[[str, Tensor, Tensor, Tensor], State]  # a layer's name, its weight, codes and scales
+    write: Callable[[str, torch.dtype, Tensor, Tensor], State]  # a layer's name, its weight's dtype, codes and scales
     describe: Callable[[State], dict[str, str]]  # what the files' headers say beside
 
 
@@ -54,9 +54,9 @@ def save_quantized(
 ) -> Saved:
     """Saves a model so that stock transformers loads it with its linear layers in 8 or 4 bits.
 
-    The codes and scales are those that the device saw in training: where these are all that exists (``master_bits=8``,
-    on a model that is attached) as they lie, otherwise those of the weights at home. It is saved by transformers'
-    ``save_pretrained``; beside the model there is never more in RAM than what is written.
+    The codes and scales are those that the device sees: on a model that is attached with ``master_bits=8``, where they
+    are all that exists, as they lie; otherwise those of the weights at home, written one by one. transformers'
+    ``save_pretrained`` makes the files. What it writes is in RAM once, beside the model. Call it in one process.
 
     Args:
         model: of transformers, streamed or not; it stays as it is.
@@ -87,7 +87,9 @@ def save_quantized(
     library = _LIBRARIES[format](form)
     seen = _Seen(model, form)
     shell = _shell(model)
-    layers = [name for name, module in shell.named_modules(remove_duplicate=False) if _holds(shell, name, module, model, seen)]
+    layers = [
+        name for name, module in shell.named_modules(remove_duplicate=False) if _holds(shell, name, module, model, seen)
+    ]
     if not layers:
         raise ValueError(
             f"{type(model).__name__} has no linear layer that {format} could hold as {form.name}: Conv1D, and experts "
@@ -100,7 +102,8 @@ def save_quantized(
     vars(quantizer)["get_state_dict_and_metadata"] = lambda _: (state, metadata)
     shell.hf_quantizer = quantizer
     shell.config.quantization_config = quantizer.quantization_config
-    shell.save_pretrained(folder, **({} if max_shard_size is None else {"max_shard_size": max_shard_size}))
+    options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+    shell.save_pretrained(folder, **options)
     return Saved(layers, decoded)
 
 
@@ -165,8 +168,10 @@ class _Seen:
 def _shell(model: PreTrainedModel) -> PreTrainedModel:
     """The same model without weights, as ``from_pretrained`` makes it. Raises: ValueError where it does not."""
     with torch.device("meta"):
-        shell = type(model)(copy.deepcopy(model.config)).to(model.dtype)
-    shell.generation_config = copy.deepcopy(model.generation_config)
+        shell = type(model)(copy.deepcopy(model.config))
+    nn.Module.to(shell, model.dtype)  # which the config will say
+    if hasattr(model, "generation_config"):
+        shell.generation_config = copy.deepcopy(model.generation_config)
     names, wanted = (
         {(name, p.shape) for name, p in m.named_parameters(remove_duplicate=False)} for m in (model, shell)
     )
@@ -211,7 +216,7 @@ def _state(model: nn.Module, layers: list[str], seen: _Seen, library: _Library) 
             if p not in seen.weights:
                 state[name] = p.detach()
             elif prefix in known:
-                state.update(library.write(prefix, p, *seen.codes(p)))
+                state.update(library.write(prefix, p.dtype, *seen.codes(p)))
             else:
                 state[name] = seen.decoded(p)
                 decoded.append(name)
@@ -236,6 +241,7 @@ def _torchao(form: WeightForm) -> _Library:
         from transformers import TorchAoConfig
     except ImportError as error:
         raise ImportError('format="torchao" needs torchao: pip install "torchao>=0.18"') from error
+    int4: torch.dtype = torch.int4  # type: ignore[attr-defined]
     said: dict[str, str] = {}  # of each quantized tensor
     written: set[str] = set()  # names of its parts
 
@@ -243,16 +249,16 @@ def _torchao(form: WeightForm) -> _Library:
         if form.group is None:
             kind: Any = Int8WeightOnlyConfig()
         else:
-            kind = IntxWeightOnlyConfig(torch.int4, PerGroup(form.group), scale_dtype=form.scale)
+            kind = IntxWeightOnlyConfig(int4, PerGroup(form.group), scale_dtype=form.scale)
         return TorchAoConfig(kind, modules_to_not_convert=others)
 
-    def write(name: str, weight: Tensor, codes: Tensor, scale: Tensor) -> State:
-        zero, dtype = torch.zeros_like(scale, dtype=torch.int8), weight.dtype
+    def write(name: str, dtype: torch.dtype, codes: Tensor, scale: Tensor) -> State:
+        zero = torch.zeros_like(scale, dtype=torch.int8)
         if form.group is None:
             tensor: Any = Int8Tensor(codes, scale, [1, codes.shape[1]], dtype, zero_point=zero)
         else:
             whole = levels(codes, form.group)
-            tensor = IntxUnpackedToInt8Tensor(whole, scale, zero, torch.int4, (1, form.group), dtype, None)
+            tensor = IntxUnpackedToInt8Tensor(whole, scale, zero, int4, (1, form.group), dtype, None)
         parts, about = flatten_tensor_state_dict({f"{name}.weight": tensor})
         said[f"{name}.weight"] = about[f"{name}.weight"]
         written.update(parts)
@@ -276,7 +282,7 @@ def _bitsandbytes(form: WeightForm) -> _Library:
     def config(others: list[str]) -> Any:
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=others)
 
-    def write(name: str, weight: Tensor, codes: Tensor, scale: Tensor) -> State:
+    def write(name: str, dtype: torch.dtype, codes: Tensor, scale: Tensor) -> State:
         layer = Linear8bitLt(codes.shape[1], codes.shape[0], bias=False, has_fp16_weights=False, device="meta")
         layer.weight = Int8Params(codes, requires_grad=False, has_fp16_weights=False, SCB=scale.view(-1) * 127)
         return dict(layer.state_dict(prefix=f"{name}."))
