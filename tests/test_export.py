@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -179,6 +180,19 @@ def test_what_has_no_place_is_what_its_codes_say(tmp_path, format, weights, mast
         if name.rpartition(".")[0] not in saved.quantized:
             assert torch.equal(back.get_parameter(name), p), name
     assert_computes(back, oracle, weights, format)
+
+
+def test_waits_for_updates(tiny, tmp_path) -> None:
+    """An update that is not over yet: it writes a weight when it is waited for."""
+    pytest.importorskip("torchao")
+    model = tiny.model()
+    streamer = attach(model, LowMemConfig(offload="cpu", weights="int8"))
+    p = model.model.layers[0].mlp.up_proj.weight
+    streamer.updates = SimpleNamespace(synchronize=lambda: p.data.fill_(0.5))
+    save_quantized(model, tmp_path)
+    streamer.updates = None
+    read = loaded(tmp_path).model.layers[0].mlp.up_proj.weight.dequantize()
+    assert (read - 0.5).abs().max() < 1e-4
 
 
 def test_layers_that_the_device_sees_whole_stay_so(tiny, tmp_path) -> None:
