@@ -118,6 +118,36 @@ def test_streaming(tmp_path, monkeypatch):
     assert float(rows[5][5]) == pytest.approx(float(rows[2][5]), rel=1e-3)
     assert float(rows[6][5]) < float(rows[0][5])
     assert (tmp_path / "1.2b-1of3-early.json").stat().st_size > 1000
+    few = ["cpu:weights=int8", "cpu:weights=int8:bare:int8", "cpu:forward:weights=int4"]
+    monkeypatch.setattr(sys, "argv", [*argv[: argv.index("--runs") + 1], *few, "--out", str(out)])
+    streaming.main()
+    rows = [line.split("|") for line in out.read_text().splitlines() if line.startswith(("| none", "| cpu"))]
+    assert [row[1].strip() for row in rows] == ["none:forward", *few]
+    assert float(rows[1][5]) < float(rows[0][5])
+    assert float(rows[2][5]) < float(rows[0][5])
+
+
+def test_free_point(tmp_path, monkeypatch):
+    import free_point
+    import streaming
+
+    for module in (streaming, free_point):
+        monkeypatch.setattr(module, "DEVICE", "cpu")
+    monkeypatch.setattr(streaming, "reset_peaks", lambda: None)
+    monkeypatch.setattr(free_point, "reset_peaks", lambda: None)
+    monkeypatch.setattr(free_point, "SEQ", 8)
+    monkeypatch.setitem(streaming.SHAPES, "1.2b", (64, 128, 3, 4, 2, True))
+    out = tmp_path / "out.md"
+    argv = ["free_point.py", "--size", "1.2b", "--vocabulary", "50", "--tokens", "8", "16", "--steps", "2"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--forms", "model", "int8", "--out", str(out)])
+    free_point.main()
+    text = out.read_text()
+    assert "| tokens a step | resident | model | int8 |" in text
+    assert "| 95% from |" in text
+    resident, streamed = {2: 100.0, 4: 100.0, 8: 100.0}, {2: 50.0, 4: 90.0, 8: 100.0}
+    assert free_point.point(resident, streamed, 0.95) == pytest.approx(6)
+    assert free_point.point(resident, streamed, 0.5) == 2.0
+    assert free_point.point(resident, {2: 50.0, 4: 60.0, 8: 70.0}, 0.95) is None
 
 
 def test_integer_products(tmp_path, monkeypatch):
