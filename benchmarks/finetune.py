@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,7 @@ class Finetune:
             extra["quantization_config"] = GgufConfig(gguf_file=source.gguf_file, dequantize=True)
         loaded = AutoModelForCausalLM.from_pretrained(source.name, dtype=torch.float32, **extra).to(device)
         self.origin, self.device = source.origin, device
+        self.adapted: Any = None  # by PEFT, while a recipe trains adapters
         self.model: nn.Module = loaded.to(torch.bfloat16)
         # Every recipe starts from what a bf16 checkpoint holds: at small learning rates it matters where between two
         # bf16 values a master starts.
@@ -84,6 +86,11 @@ class Finetune:
             detach(self.model)
             self.model.to(self.device)
         dequantize(self.model)
+        if self.adapted is not None:
+            self.adapted.unload()
+            self.adapted = None
+        for p in self.params.values():
+            p.requires_grad_()
 
     @torch.no_grad()
     def reset(self) -> None:

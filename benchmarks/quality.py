@@ -20,7 +20,7 @@ from finetune import Finetune, Step, compare, table
 
 from hf_lowmem import LowMemConfig, attach
 from hf_lowmem.kernels import native
-from hf_lowmem.lowbit import number_steps, quantize
+from hf_lowmem.lowbit import layer_weights, number_steps, quantize
 from hf_lowmem.optim import LowBitAdamW, param_bits
 
 
@@ -79,6 +79,31 @@ def ours(data: Finetune, seed: int, state_bits: int, master_bits: int, weights: 
     return step
 
 
+def qlora(data: Finetune, seed: int, rank: int = 16, faster: float = 10.0) -> Step:
+    """Adapters on all linear layers of blocks, whose weights are what bitsandbytes' nf4 says of them, and frozen.
+
+    Adapters learn at `faster` times the rate, as is usual. bitsandbytes' own layers multiply with the same weights.
+    """
+    import bitsandbytes
+    from peft import LoraConfig, get_peft_model
+
+    weights = layer_weights(data.model)
+    for p in weights:
+        packed, state = bitsandbytes.functional.quantize_4bit(p.data.contiguous(), quant_type="nf4", blocksize=64)
+        p.data.copy_(bitsandbytes.functional.dequantize_4bit(packed, state))
+    torch.manual_seed(seed)
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    data.adapted = get_peft_model(data.model, config, autocast_adapter_dtype=False)
+    adapters = [p for p in data.model.parameters() if p.requires_grad]
+    optimizer = LowBitAdamW(adapters, lr=0.0, weight_decay=0.0, seed=seed)
+
+    def step(lr: float) -> None:
+        optimizer.param_groups[0]["lr"] = faster * lr
+        optimizer.step()
+
+    return step
+
+
 def recipes(data: Finetune) -> dict[str, Callable[[int], Step]]:
     def adamw(params: list) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params, lr=0.0, weight_decay=0.0)
@@ -97,6 +122,8 @@ def recipes(data: Finetune) -> dict[str, Callable[[int], Step]]:
         "32-bit, 16-bit weights, stochastic": lambda seed: ours(data, seed, 32, 16),
         "fp32 states, bf16 weights to nearest": lambda seed: over_masters(data, adamw, torch.bfloat16),
     }
+    if find_spec("bitsandbytes") and find_spec("peft"):
+        found["QLoRA: rank 16 on nf4, ten times the rate"] = lambda seed: qlora(data, seed)
     if find_spec("torchao"):
         from torchao.optim import AdamW4bit
 
