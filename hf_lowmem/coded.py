@@ -74,6 +74,7 @@ class CodedPlace(Place):
 
     def _see_itself(self) -> None:
         """What a block that stays on the device sees."""
+        self.home = [p.data for _, p in self.block.params]  # it may have been assigned to
         self.codes.slot.fill()
         self._write(self.home, self.codes.views)
         self._read(self.codes.views)
@@ -93,6 +94,7 @@ class CodedPlace(Place):
 
     def fetch(self, link: Link) -> None:
         """See ``Place``."""
+        self.take_in()
         if self._encoded != self._state_of_home():
             self.encode()
         self.codes.ticket = link.fetch(self.codes.slot, self.shelf.coded(self.block.number))
@@ -146,10 +148,29 @@ class BarePlace(CodedPlace):
         return self._staying or self.block.coded_layer.views(self.shelf.coded(self.block.number))
 
     def _moved_in(self) -> list[Tensor]:
-        parts = self.parts
-        if not all(is_placeholder(p) for p in self.block.forms):
-            self._write([p.data for _, p in self.block.params], parts)
+        parts, work = self.parts, []
+        for p, part, scale in self._rows(parts):
+            if scale is None:
+                if p.data_ptr() != part.data_ptr():  # not loaded into its place
+                    part.copy_(p.data)
+            elif not is_placeholder(p):
+                work.append((p.data.contiguous(), self.block.forms[p], part, scale))
+        encode(work)
         return self._as_parameters(parts)
+
+    def take_in(self) -> None:
+        """See ``Place``."""
+        if self.bound or all(p.data_ptr() == home.data_ptr() for (_, p), home in self._at_home()):
+            return
+        for (_, p), home in self._at_home():
+            if p in self.block.forms and p.data_ptr() != home.data_ptr():
+                self.set(p, p.data)
+            elif p.data_ptr() != home.data_ptr():
+                home.copy_(p.data)
+            p.data = home
+
+    def _at_home(self) -> Iterator[tuple[tuple[str, nn.Parameter], Tensor]]:
+        return zip(self.block.params, self.home, strict=True)
 
     def on_device(self, device: torch.device) -> list[Tensor]:
         """See ``Place``."""
@@ -193,10 +214,12 @@ class BarePlace(CodedPlace):
 
     def fetch(self, link: Link) -> None:
         """See ``Place``."""
+        self.take_in()
         self.codes.ticket = link.fetch(self.codes.slot, self.shelf.coded(self.block.number))
         self.codes.there = True
 
     def _see_itself(self) -> None:
+        self.take_in()
         self._read(self._staying)
 
     def decoded(self, p: nn.Parameter) -> Tensor:
@@ -253,6 +276,44 @@ def _hooks_of(place: BarePlace, module: nn.Module, held: dict[str, nn.Parameter]
     yield module.register_state_dict_post_hook(give)
     yield module.register_load_state_dict_pre_hook(take)
     yield module.register_load_state_dict_post_hook(after)
+
+
+def put_at_home(block: Block, number: int, value: Tensor, shelf: Shelf) -> Tensor:
+    """Brings a tensor of a block that is being loaded to the shelf.
+
+    Args:
+        number: of its parameter within the block.
+        value: of the parameter's shape and dtype.
+
+    Returns: what the parameter is there.
+    """
+    p = block.params[number][1]
+    if not block.bare:
+        home = block.layer.specs[number].view(shelf.weights(block.number))
+        home.copy_(value)
+        return home
+    assert block.coded_layer is not None
+    first = sum(2 if q in block.forms else 1 for _, q in block.params[:number])
+    parts = [spec.view(shelf.coded(block.number)) for spec in block.coded_layer.specs[first : first + 2]]
+    if p not in block.forms:
+        parts[0].copy_(value)
+        return parts[0]
+    encode([(value.contiguous().cpu(), block.forms[p], parts[0], parts[1])])
+    return placeholder(value, parts[0].device)
+
+
+def restore(block: Block, module: nn.Module, shelf: Shelf) -> None:
+    """Gives a module that was loaded for a block its weights back, where they exist in few bits alone."""
+    if not block.bare:
+        return
+    assert block.coded_layer is not None
+    parts = iter(block.coded_layer.views(shelf.coded(block.number)))
+    for name, p in block.params:
+        codes, scale = next(parts), next(parts) if p in block.forms else None
+        now = module.get_parameter(name)
+        if scale is not None and is_placeholder(now):
+            now.data = torch.empty(now.shape, dtype=now.dtype)
+            decode([(codes, scale, block.forms[p], now.data)])
 
 
 def _sample(x: Tensor) -> int:

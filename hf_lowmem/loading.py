@@ -27,6 +27,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .attachment import blocks_of, check_room, device_or_default, hang, share_of, shelf_of, widen_gradients
 from .block import Block
+from .coded import put_at_home, restore
 from .config import LowMemConfig
 from .layer import Layer
 from .memory import trim
@@ -137,6 +138,7 @@ class Filling(QuantizationConfigMixin):
         # Parameters that are to be one soon are not a block's own. from_pretrained compares them: on one device.
         tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
         for number, block in enumerate(self._blocks):
+            block.number = number
             for i, (name, _) in enumerate(block.params):
                 whole = f"{block.name}.{name}"
                 if whole not in tied and whole not in tied.values():
@@ -162,9 +164,8 @@ class Filling(QuantizationConfigMixin):
         if value.dtype != expected.dtype:
             return value
         assert self._shelf is not None
-        home = self._blocks[number].layer.specs[i].view(self._shelf.weights(number))
-        home.copy_(value)
-        self._freed += home.nbytes
+        home = put_at_home(self._blocks[number], i, value, self._shelf)
+        self._freed += value.nbytes
         if self._freed >= TRIM:
             self._freed = 0
             trim()
@@ -201,6 +202,9 @@ class Filling(QuantizationConfigMixin):
         blocks = blocks_of(model, self.config, self.device)
         fits = [_places_in(b) for b in blocks] == [_places_in(b) for b in self._blocks]
         shelf = self._shelf if fits else None
+        if not fits and self._shelf is not None:
+            for block in self._blocks:
+                restore(block, model.get_submodule(block.name), self._shelf)
         self._blocks, self._shelf = [], None
         hang(model, blocks, self.config, self.device, shelf)
         trim()
@@ -212,7 +216,7 @@ def _places_in(block: Block) -> list[list[tuple[Any, ...]]]:
     def places(layer: Layer | None) -> list[tuple[Any, ...]]:
         return [] if layer is None else [(s.shape, s.dtype, s.offset) for s in layer.specs]
 
-    return [places(block.layer), places(block.gradient_layer)]
+    return [places(block.layer), places(block.coded_layer), places(block.gradient_layer)]
 
 
 class _Failed(BaseException):

@@ -88,8 +88,16 @@ class Place:
         """Bytes of the device that the weights take now, of a block that does not stay."""
         return self.weights.slot.nbytes if self.weights.there else 0
 
+    def take_in(self) -> None:
+        """Brings home what others have laid elsewhere, by assigning to ``data``."""
+        for (_, p), home in zip(self.block.params, self.home, strict=True):
+            if p.data_ptr() != home.data_ptr() and not self.bound:
+                home.copy_(p.data)
+                p.data = home
+
     def fetch(self, link: Link) -> None:
         """Starts the weights on their way."""
+        self.take_in()
         self.weights.ticket = link.fetch(self.weights.slot, self.shelf.weights(self.block.number))
         self.weights.there = True
 

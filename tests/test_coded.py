@@ -14,7 +14,7 @@ from test_attachment import CHECKPOINTING, assert_at_home, assert_same, build, c
 from test_streamed_trainer import assert_same as assert_same_training
 from test_streamed_trainer import fit, history
 
-from hf_lowmem import DoesNotFit, LowMemConfig, LowMemTrainer, attach, create_optimizer, detach, load
+from hf_lowmem import DoesNotFit, LowMemConfig, LowMemTrainer, attach, create_optimizer, detach, load, loading
 from hf_lowmem.attachment import streamer_of
 from hf_lowmem.kernels.weights import FORMS, decode, empty, encode
 from hf_lowmem.lowbit import layer_weights
@@ -174,18 +174,30 @@ def test_the_next_step_sees_the_update(tiny) -> None:
         assert tiny.equal_bits(tiny.weights(reference), tiny.weights(model))
 
 
-@pytest.mark.parametrize("through", ["torch", "data"])
-def test_weights_written_at_home_are_seen(tiny, through) -> None:
+@pytest.mark.parametrize("through", ["torch", "data", "assignment"])
+@pytest.mark.parametrize("offload", ["cpu", "none"])
+@pytest.mark.parametrize("settings", [{}, {"weights": "int8"}, {"weights": "int8", "master_bits": 8}], ids=str)
+def test_weights_written_at_home_are_seen(tiny, through, offload, settings) -> None:
+    if settings.get("master_bits") == 8 and through != "assignment":
+        pytest.skip("they cannot be written: test_a_byte_a_parameter_rests")
+    if not settings and offload == "none":
+        pytest.skip("is not attached")
     model, tokens = tiny.model().train(), torch.tensor([[5, 6, 7]])
-    streamer = attach(model, LowMemConfig(offload="cpu", weights="int8"))
+    streamer = attach(model, LowMemConfig(offload=offload, **settings))
     first = model(input_ids=tokens).logits
+    weights = model.state_dict()
     with torch.no_grad():
-        for _, p in streamer.blocks[-1].params:
-            (p if through == "torch" else p.data).mul_(1.5)
+        for name, p in streamer.blocks[-1].params:
+            if through == "assignment":
+                p.data = weights[f"{streamer.blocks[-1].name}.{name}"] * 1.5
+            else:
+                (p if through == "torch" else p.data).mul_(1.5)
     again = model(input_ids=tokens).logits
     assert not torch.equal(first, again)
+    bare = settings.get("master_bits") == 8
+    assert all(p.isnan().all() for p in streamer.blocks[-1].forms) == (bare or not settings)
     detach(model)
-    assert torch.equal(as_seen(model, "int8")(input_ids=tokens).logits, again)
+    assert torch.equal((as_seen(model, "int8") if settings and not bare else model)(input_ids=tokens).logits, again)
 
 
 def test_blocks_that_move_are_written_anew(tiny) -> None:
@@ -302,6 +314,9 @@ def test_what_the_bits_say_is_saved_and_loaded(tiny, tmp_path, offload) -> None:
     assert tiny.equal_bits(tiny.weights(plain), tiny.weights(again))
     loaded = load(tmp_path, LowMemConfig(offload=offload, weights="int8", master_bits=8))
     assert loaded.model.layers[0].mlp.up_proj.weight.isnan().all()
+    assert tiny.equal_bits(dict(plain.state_dict()), dict(loaded.state_dict()))
+    shelf, blocks = streamer_of(loaded).shelf, streamer_of(loaded).blocks
+    assert shelf.nbytes == sum(block.coded_layer.nbytes for block in blocks if not block.kept)
     other = tiny.model(seed=5, num_hidden_layers=4, dtype="bfloat16")
     assert model.load_state_dict(other.state_dict()) == ([], [])
     as_seen(other, "int8")
@@ -316,6 +331,16 @@ def test_what_the_bits_say_is_saved_and_loaded(tiny, tmp_path, offload) -> None:
         model.load_state_dict({**other.state_dict(), "model.layers.0.mlp.up_proj.weight": torch.zeros(3, 3)})
     detach(model)
     assert tiny.equal_bits(tiny.weights(other), tiny.weights(model))
+
+
+def test_loaded_where_they_do_not_fit(tiny, tmp_path, monkeypatch) -> None:
+    """Parameters that are others than was expected before loading: all blocks are laid anew."""
+    model = as_seen(tiny.model(num_hidden_layers=4, dtype="bfloat16"), "int8")
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr(loading, "_places_in", lambda block: object())
+    loaded = load(tmp_path, LowMemConfig(offload="cpu", weights="int8", master_bits=8))
+    for (name, one), two in zip(model.state_dict().items(), loaded.state_dict().values(), strict=True):
+        assert torch.allclose(one, two, rtol=0, atol=2e-3), name
 
 
 @pytest.mark.parametrize("offload", ["cpu", "0.5"])

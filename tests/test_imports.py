@@ -119,7 +119,7 @@ MAY_IMPORT = {
         "sums",
     },
     "sums": {"codec", "layer"},
-    "loading": {"attachment", "block", "config", "layer", "memory", "shelf", "stream"},
+    "loading": {"attachment", "block", "coded", "config", "layer", "memory", "shelf", "stream"},
     "export": {"attachment", "coding", "config", "kernels.weights"},
     "plan": {"codec", "layer"},
     "placement": {"block", "memory", "optim", "plan", "stream"},
