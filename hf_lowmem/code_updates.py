@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,15 +12,14 @@ from torch import Tensor
 
 from . import codec
 from .coding import decode, recode
-from .kernels import native
-from .kernels.adam import state_tensor
-from .kernels.weights import INT8
+from .kernels import native, native_weights
+from .kernels.adam import AdamTensor, adam_step, state_tensor
+from .kernels.weights import INT8, shifted
 from .resident import ResidentUpdates
 
-PIECE = 1 << 22  # values that are wide at a time: 16 MB, which a CPU's last cache holds
+PIECE = 1 << 24  # values that are wide at a time on a GPU
 UNIT = 256  # values that a piece is a multiple of: the states' blocks
 SALT = 0x3C6EF372FE94F82B  # so that the noise is other than the moments'
-PIECES = 1 << 24  # keys of one step
 
 
 class CodeUpdates:
@@ -55,25 +55,31 @@ class CodeUpdates:
         """
         codes, scale = self.codes[p]
         seed, factor, number = how
+        whole = state_tensor(state, group, seed, codes.view(-1), grad, factor, number)
+        key = codec.tensor_key(seed ^ SALT, number, state["index"])
+        if codes.device.type == "cpu" and native.core() is not None:
+            return native_weights.step(whole, codes, scale, key, threads)
+        return self._by_pieces(whole, codes, scale, key, resident)
+
+    def _by_pieces(self, whole: AdamTensor, codes: Tensor, scale: Tensor, key: int, resident: ResidentUpdates) -> int:
+        """The same where no one kernel does all of it; what is stepped at a time changes no bit."""
         rows, columns = codes.shape
         least = UNIT // math.gcd(columns, UNIT)
         each = max(least, PIECE // columns // least * least)
         wide = torch.empty(min(rows, each), columns, device=codes.device)
         skipped = 0
-        for piece, start in enumerate(range(0, rows, each)):
+        for start in range(0, rows, each):
             stop = min(rows, start + each)
             part, its_scale, weight = codes[start:stop], scale[start:stop], wide[: stop - start]
-            decode([(part, its_scale, INT8, weight)], threads)
+            decode([(part, its_scale, INT8, weight)])
             values = slice(start * columns, stop * columns)
-            whole = state_tensor(state, group, seed, codes.view(-1), grad[values], factor, number)
-            tensor = whole.part(values.start, values.stop)
+            tensor = replace(whole, grad=whole.grad[values]).part(values.start, values.stop)
             tensor.weight = weight.view(-1)
             if codes.device.type == "cpu":
-                skipped += native.adam_step([tensor], threads)
+                skipped += adam_step([tensor])
             else:
                 resident.step_tensors([tensor])
-            key = codec.tensor_key(seed ^ SALT, number * PIECES + piece, state["index"])
-            recode([(weight, part, its_scale, key)], threads)
+            recode([(weight, part, its_scale, shifted(key, values.start))])
         return skipped
 
 

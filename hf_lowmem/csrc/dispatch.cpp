@@ -142,6 +142,33 @@ bool is_known(int32_t action, const hlm_weight& w) {
   return bits && type && w.rows >= 0 && w.columns > 0;
 }
 
+// The rows [first, last) of a weight and of the step of it, by themselves.
+hlm_weight rows_of(const hlm_weight& w, int64_t first, int64_t last, float* wide) {
+  constexpr uint32_t kLane = 0x9E3779B9u;  // a value's lane of random bits is its number times this, and the key
+  hlm_weight part = w;
+  part.values = wide;
+  part.codes = static_cast<int8_t*>(w.codes) + first * w.columns;
+  part.scale = static_cast<float*>(w.scale) + first;
+  part.rows = last - first;
+  const uint32_t low = uint32_t(w.key) + uint32_t(first * w.columns) * kLane;
+  part.key = (w.key >> 32 << 32) | low;
+  return part;
+}
+
+hlm_adam_tensor values_of(const hlm_adam_tensor& t, int64_t first, int64_t n, float* wide) {
+  const int64_t block = hlm::block_size(t.bits), width = t.grad_dtype == HLM_F32 ? 4 : 2;
+  hlm_adam_tensor part = t;
+  part.weight = wide;
+  part.grad = static_cast<const uint8_t*>(t.grad) + first * width;
+  part.m = static_cast<uint8_t*>(t.m) + first * t.bits / 8;
+  part.v = static_cast<uint8_t*>(t.v) + first * t.bits / 8;
+  if (t.m_scale) part.m_scale = t.m_scale + first / block;
+  if (t.v_scale) part.v_scale = t.v_scale + first / block;
+  part.n = n;
+  part.start = t.start + first;
+  return part;
+}
+
 }  // namespace
 
 extern "C" {
@@ -212,6 +239,27 @@ int32_t hlm_weights_shared(int32_t isa, int32_t action, const hlm_weight* weight
     if (hlm_weights(isa, action, weights, count, first, last) < 0) return -1;
   }
   return 0;
+}
+
+int64_t hlm_adam_codes_shared(int32_t isa, const hlm_adam_tensor* tensor, const hlm_weight* weight, int64_t each,
+                              float* wide, int64_t* next) {
+  const hlm_adam_tensor& t = *tensor;
+  const hlm_weight& w = *weight;
+  if (!hlm_isa_supported(isa) || !is_known(t) || !is_known(HLM_RECODE, w)) return -1;
+  if (t.weight_dtype != HLM_F32 || t.copy || w.bits != 8 || t.n != w.rows * w.columns) return -1;
+  if (each <= 0 || each * w.columns % HLM_UNIT != 0) return -1;
+  const DefaultFloatEnvironment environment;
+  const hlm::Kernels& kernels = *kernels_of(isa);
+  const int64_t block = hlm::block_size(t.bits);
+  int64_t skipped = 0;
+  for (int64_t first = take(next, each); first < w.rows; first = take(next, each)) {
+    const int64_t last = first + each < w.rows ? first + each : w.rows, n = (last - first) * w.columns;
+    const hlm_weight rows = rows_of(w, first, last, wide);
+    kernels.weights(HLM_DECODE, rows, 0, rows.rows);
+    skipped += kernels.blocks(values_of(t, first * w.columns, n, wide), 0, (n + block - 1) / block);
+    kernels.weights(HLM_RECODE, rows, 0, rows.rows);
+  }
+  return skipped;
 }
 
 int32_t hlm_any_over(int32_t isa, int32_t dtype, const void* x, int64_t n, uint32_t limit) {

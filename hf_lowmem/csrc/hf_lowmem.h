@@ -86,6 +86,13 @@ HLM_API int32_t hlm_weights(int32_t isa, int32_t action, const hlm_weight* weigh
 HLM_API int32_t hlm_weights_shared(int32_t isa, int32_t action, const hlm_weight* weights, int64_t count, int64_t piece,
                                    int64_t end, int64_t* next);
 
+// Steps a weight that exists in 8 bits alone, as one of several threads that share its rows [*next, rows): it takes
+// `each` of them at a time, decodes them to `wide`, steps them and recodes them. Of the tensor n is that of the weight,
+// weight is not read, and weight_dtype is F32; of the weight values is not read, and dtype is F32. `wide` is this
+// thread's alone, each * columns floats, a multiple of HLM_UNIT. Returns what hlm_adam returns.
+HLM_API int64_t hlm_adam_codes_shared(int32_t isa, const hlm_adam_tensor* tensor, const hlm_weight* weight,
+                                      int64_t each, float* wide, int64_t* next);
+
 // Whether any of n values of dtype (F32, BF16 or F16) has magnitude bits over `limit`; -1 where isa or dtype are
 // unknown.
 HLM_API int32_t hlm_any_over(int32_t isa, int32_t dtype, const void* x, int64_t n, uint32_t limit);

@@ -39,7 +39,7 @@ _ISAS = ("base", "avx2", "avx512", "neon")  # by their numbers in the library; t
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NONE = 255
 # hlm_adam_tensor, whose fields leave no gaps: 8 pointers; n, start, key; 8 constants; the limit; 3 dtypes and the bits.
-_RECORD = struct.Struct("=8QqqQ8fI4B")
+RECORD = struct.Struct("=8QqqQ8fI4B")
 
 
 # -- the library --------------------------------------------------------------------------------------------------
@@ -64,6 +64,10 @@ def _library() -> ctypes.CDLL | None:
     shared = library.hlm_adam_shared
     shared.restype = ctypes.c_int64
     shared.argtypes = [ctypes.c_int32, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.POINTER(ctypes.c_int64)]
+    step = library.hlm_adam_codes_shared
+    step.restype = ctypes.c_int64
+    step.argtypes = [ctypes.c_int32, *[ctypes.c_void_p] * 2, ctypes.c_int64, ctypes.c_void_p]
+    step.argtypes = [*step.argtypes, ctypes.POINTER(ctypes.c_int64)]
     library.hlm_any_over.restype = ctypes.c_int32
     library.hlm_any_over.argtypes = [*[ctypes.c_int32] * 2, ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32]
     shared = library.hlm_weights_shared
@@ -246,10 +250,10 @@ def adam_step(
         ValueError: a buffer is missing, or has the wrong device, type, length or strides. Nothing has been written.
     """
     threads = checked(threads)
-    records = bytearray(_RECORD.size * len(tensors))
+    records = bytearray(RECORD.size * len(tensors))
     units = 0
     for i, tensor in enumerate(tensors):
-        n = _fill(records, i, tensor)
+        n = fill(records, i, tensor)
         units += -(-n // UNIT)
     found = core()
     if found is None:
@@ -380,10 +384,15 @@ def _warn_once() -> None:
 
 
 # -- buffers ------------------------------------------------------------------------------------------------------
-def _fill(records: bytearray, index: int, t: AdamTensor) -> int:
-    """Checks a tensor's buffers, writes its record and returns its number of values."""
+def fill(records: bytearray, index: int, t: AdamTensor) -> int:
+    """Checks a tensor's buffers, writes its record and returns its number of values.
+
+    A weight of codes, ``int8``, counts as the fp32 values that they will be decoded to.
+    """
     n = t.weight.numel()
     weight_dtype, grad_dtype = t.weight.dtype, t.grad.dtype
+    if weight_dtype is torch.int8:
+        weight_dtype = torch.float32
     if weight_dtype not in DTYPES or grad_dtype not in DTYPES:
         name, dtype = ("grad", grad_dtype) if weight_dtype in DTYPES else ("weight", weight_dtype)
         raise ValueError(f"tensor {index}: {name} is {dtype}; float32, bfloat16 and float16 are supported")
@@ -410,10 +419,10 @@ def _fill(records: bytearray, index: int, t: AdamTensor) -> int:
         m_scale = address_of(index, "m_scale", t.m_scale, torch.float32, blocks)
         v_scale = address_of(index, "v_scale", t.v_scale, torch.float32, blocks)
     k = t.constants
-    _RECORD.pack_into(
+    RECORD.pack_into(
         records,
-        index * _RECORD.size,
-        address_of(index, "weight", t.weight, weight_dtype, n),
+        index * RECORD.size,
+        address_of(index, "weight", t.weight, t.weight.dtype, n),
         0 if t.extension is None else address_of(index, "extension", t.extension, torch.int8, n),
         0 if t.copy is None else address_of(index, "copy", t.copy, t.copy.dtype, n),
         address_of(index, "grad", t.grad, grad_dtype, n),

@@ -6,17 +6,22 @@ Bit for bit ``kernels.weights``, which does the work where the core is missing o
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from . import weights
-from .native import DTYPES, PIECES_PER_THREAD, SMALLEST_PIECE, address_of, checked, core, pool
+from .adam import AdamTensor
+from .native import DTYPES, PIECES_PER_THREAD, RECORD, SMALLEST_PIECE, address_of, checked, core, fill, pool
+from .native import UNIT as ADAM_UNIT
 from .weights import INT8, WeightForm
 
 UNIT = 1 << 14  # values of a unit of work, in whole rows (HLM_WEIGHT_UNIT)
+STEPPED = 1 << 16  # values that a thread steps at a time: 256 kB, which a core's second cache holds
 _ENCODE, _DECODE, _RECODE = range(3)  # hlm_weight_action
 _RECORD = struct.Struct("=3Q2qQ2B6x")  # hlm_weight: values, codes, scale; rows, columns; key; dtype, bits; its end
 
@@ -63,6 +68,50 @@ def recode(items: Sequence[tuple[Tensor, Tensor, Tensor, int]], threads: int | N
             raise ValueError(f"weight {i}: x is {x.dtype} of shape {tuple(x.shape)}; float32[rows, columns] is needed")
     records = [_record(i, "x", x, INT8, codes, scale, key) for i, (x, codes, scale, key) in enumerate(items)]
     _run(_RECODE, records, items, threads, weights.recode)
+
+
+def step(tensor: AdamTensor, codes: Tensor, scale: Tensor, key: int, threads: int | None = None) -> int:
+    """One AdamW step of a weight that exists in 8 bits alone: decoded, stepped in fp32, recoded, some rows at a time.
+
+    Args:
+        tensor: the step of all of it; its ``weight`` is not used.
+        codes, scale: of the weight, on the CPU; changed.
+        key: of the random bits with which it is recoded, ``weights.recode``'s.
+        threads: see ``encode``.
+
+    Returns: the number of blocks left as they were for their gradients; they are recoded all the same.
+
+    Raises:
+        ValueError: see ``encode``.
+        RuntimeError: the core is missing.
+    """
+    threads, found = checked(threads), core()
+    if found is None:
+        raise RuntimeError("this step needs the compiled core; `hf-lowmem doctor` says why there is none")
+    (library, number), (rows, columns) = found, codes.shape
+    least = ADAM_UNIT // math.gcd(columns, ADAM_UNIT)
+    each = max(least, STEPPED // columns // least * least)
+    step, taken = bytearray(RECORD.size), ctypes.c_int64(0)
+    shape = [
+        address_of(0, "codes", codes, torch.int8, codes.numel()),
+        address_of(0, "scale", scale, torch.float32, rows),
+    ]
+    fill(step, 0, replace(tensor, weight=codes.view(-1)))
+    weight = bytearray(_RECORD.pack(0, *shape, rows, columns, key, DTYPES[torch.float32], 8))
+    addresses = [ctypes.addressof(ctypes.c_char.from_buffer(record)) for record in (step, weight)]
+
+    def stop() -> None:
+        taken.value = rows
+
+    def work(held: object) -> int:
+        wide = torch.empty(each * columns)
+        skipped = library.hlm_adam_codes_shared(number, *addresses, each, wide.data_ptr(), ctypes.byref(taken))
+        if skipped < 0:
+            raise RuntimeError("the compiled core refuses a weight that was checked: reinstall hf_lowmem")
+        return int(skipped)
+
+    threads, held = max(1, min(threads, -(-rows // each))), (step, weight, tensor, codes, scale)
+    return work(held) if threads == 1 else pool.run(work, held, stop, threads)
 
 
 def _record(

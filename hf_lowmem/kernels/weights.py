@@ -136,6 +136,11 @@ def recode(x: Tensor, codes: Tensor, scale: Tensor, key: int) -> None:
     codes.copy_(torch.where(usable, units.round(), 0.0))
 
 
+def shifted(key: int, first: int) -> int:
+    """The key with which ``recode`` rounds the values from number ``first`` on as it would within the whole weight."""
+    return key >> 32 << 32 | (key + first * 0x9E3779B9) & 0xFFFFFFFF
+
+
 def empty(shape: tuple[int, ...], form: WeightForm, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
     """Room for the codes and the scales of a weight."""
     codes, scale = form.parts(shape)

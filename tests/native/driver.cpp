@@ -265,6 +265,68 @@ uint64_t run_weight(int isa, int bits, uint8_t dtype, int rows, int columns) {
   return hash;
 }
 
+// Two steps of a weight that exists in 8 bits alone, a few rows at a time; the checksum of all that was written.
+uint64_t run_codes(int isa, int bits, uint8_t grad, int rows, int columns) {
+  Random random{uint64_t(rows * 1000003 + columns + bits)};
+  const size_t n = size_t(rows) * size_t(columns);
+  const int block = bits == 4 ? 128 : 256, blocks = (int(n) + block - 1) / block, each = 256;
+  Buffer x(4 * n), codes(n), scale(4 * size_t(rows)), gradient(n * width(grad)), wide(4 * size_t(each * columns));
+  const size_t moment = bits == 4 ? size_t(blocks) * 64 : n * size_t(bits / 8);
+  Buffer m(moment), v(moment), m_scale(4 * size_t(blocks)), v_scale(4 * size_t(blocks));
+  x.fill_values(random, HLM_F32, 3);
+  gradient.fill_values(random, grad, 8);
+  m.fill(random);
+  v.fill(random);
+  m_scale.fill_floats(random, true);
+  v_scale.fill_floats(random, true);
+  if (bits == 32) {
+    m.fill_floats(random, false);
+    v.fill_floats(random, true);
+  }
+  hlm_weight w = {};
+  w.values = x.data();
+  w.codes = codes.data();
+  w.scale = scale.data();
+  w.rows = rows;
+  w.columns = columns;
+  w.bits = 8;
+  if (hlm_weights(isa, HLM_ENCODE, &w, 1, 0, 1000) != 0) return 0;
+  w.values = nullptr;
+  hlm_adam_tensor t = {};
+  t.grad = gradient.data();
+  t.m = m.data();
+  t.v = v.data();
+  t.m_scale = bits == 32 ? nullptr : static_cast<float*>(m_scale.data());
+  t.v_scale = bits == 32 ? nullptr : static_cast<float*>(v_scale.data());
+  t.n = int64_t(n);
+  t.copy_dtype = HLM_NONE;
+  t.grad_dtype = grad;
+  t.bits = uint8_t(bits);
+  set_constants(t, bits);
+  for (int step = 0; step < 2; step++) {
+    t.key = w.key = 0x9E3779B97F4A7C15u * uint64_t(step + 1);
+    int64_t next = 0;
+    if (hlm_adam_codes_shared(isa, &t, &w, each, static_cast<float*>(wide.data()), &next) < 0) return 0;
+  }
+  uint64_t hash = 0xCBF29CE484222325u;
+  for (const Buffer* buffer : {&codes, &scale, &m, &v, &m_scale, &v_scale}) hash = buffer->checksum(hash);
+  int64_t next = 0;  // what cannot be is refused
+  if (hlm_adam_codes_shared(isa, &t, &w, 0, nullptr, &next) != -1) return 0;
+  t.n++;
+  return hlm_adam_codes_shared(isa, &t, &w, each, nullptr, &next) == -1 ? hash : 0;
+}
+
+int check_codes(const std::vector<int>& isas, int bits, uint8_t grad, int rows, int columns) {
+  const uint64_t hash = run_codes(HLM_BASE, bits, grad, rows, columns);
+  printf("%2d bits, codes of a weight, grad %-4s, %3d rows of %4d values: %016llx\n", bits, kGrads[grad], rows, columns,
+         static_cast<unsigned long long>(hash));
+  int failures = hash == 0 ? printf("  refused\n") > 0 : 0;
+  for (int isa : isas) {
+    if (run_codes(isa, bits, grad, rows, columns) != hash) failures += printf("  isa %d differs\n", isa) > 0;
+  }
+  return failures;
+}
+
 bool unknown_weights_are_refused(int isa) {
   Buffer buffer(4096);
   hlm_weight good = {};
@@ -320,6 +382,12 @@ int main() {
       for (int grad = HLM_F32; grad <= HLM_F16; grad++) {
         for (int n : kSizes) failures += check_case(isas, bits, types, uint8_t(grad), n);
       }
+    }
+  }
+  for (int bits : {4, 8, 32}) {
+    for (int grad = HLM_F32; grad <= HLM_F16; grad++) {
+      failures += check_codes(isas, bits, uint8_t(grad), 300, 96);
+      failures += check_codes(isas, bits, uint8_t(grad), 3, 100);
     }
   }
   for (int dtype = HLM_F32; dtype <= HLM_F16; dtype++) {
