@@ -211,6 +211,12 @@ def check_attached(model: nn.Module, streamer: Streamer, config: LowMemConfig, d
     """Raises: ValueError where a model is attached in another way than a config says. ``offload="none"``: in any."""
     forms = {form.name for block in streamer.blocks for form in block.forms.values()} or {"model"}
     passing = sum(not block.kept for block in streamer.blocks)
+    bare = any(block.bare for block in streamer.blocks)
+    if bare != (config.master_bits == 8):
+        raise ValueError(
+            f"{type(model).__name__} is attached with {'' if bare else 'other masters than '}master_bits=8, and this "
+            f"config says master_bits={config.master_bits}: write the same, or call detach(model) first"
+        )
     if config.weights == "model":
         fits = len(streamed_blocks(model, share_of(config, device))) == len(streamer.blocks)
     else:

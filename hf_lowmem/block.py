@@ -110,3 +110,19 @@ class AfterBackward(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         ctx.done()
         return None, gradient
+
+
+class Whole:
+    """A forward of a block in parts, of which its own hooks may see each one."""
+
+    def __init__(self, streamer: Any, block: Block) -> None:
+        self._streamer, self._block = streamer, block
+
+    def begin(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        changed = self._streamer._before_forward(self._block, args, kwargs)
+        self._block.in_parts = True
+        return (args, kwargs) if changed is None else changed
+
+    def end(self, out: Any) -> None:
+        self._block.in_parts = False
+        self._streamer._after_forward(self._block, out)

@@ -145,7 +145,7 @@ def _check_widths(saved: Mapping[str, Any], path: str, state_bits: int, master_b
             f'what the run has learnt. Write optim="cpu_adam{saved_bits}bit". {fresh}'
         )
     bare = any("codes" in state for state in saved.get("state", {}).values())
-    saved_master = 8 if bare else groups[0].get("master_bits", 0)
+    saved_master = 8 if bare and master_bits == 8 else groups[0].get("master_bits", 0)
     if saved_master > master_bits:
         raise ValueError(
             f"{path} was written with master_bits={saved_master}, and this run has {master_bits}: narrowing the master "

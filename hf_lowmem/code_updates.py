@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from . import codec
 from .coding import decode, recode
 from .kernels import native, native_weights
 from .kernels.adam import AdamTensor, adam_step, state_tensor
-from .kernels.weights import INT8, shifted
+from .kernels.weights import FINDS_CODES, INT8, is_placeholder, shifted
 from .resident import ResidentUpdates
 
 PIECE = 1 << 24  # values that are wide at a time on a GPU
@@ -31,6 +31,24 @@ class CodeUpdates:
 
     def __init__(self) -> None:
         self.codes: dict[Tensor, tuple[Tensor, Tensor]] = {}
+
+    def look(self, named: Iterable[tuple[Tensor, Any, str]]) -> None:
+        """Finds the codes of parameters that are placeholders, and forgets those that are ordinary tensors again.
+
+        Raises: ValueError for a placeholder that says nothing of its codes.
+        """
+        for p, _, name in named:
+            if not is_placeholder(p):
+                self.codes.pop(p, None)
+            elif p.requires_grad and p not in self.codes:
+                found = getattr(p, FINDS_CODES, lambda p: None)(p)
+                if found is None:
+                    raise ValueError(
+                        f"{name} exists in few bits alone (master_bits=8), and nothing is known of these: it is not of "
+                        "the model that was attached. Make the optimizer from that model's parameters, or call "
+                        "optimizer.use_codes(streamer.codes())"
+                    )
+                self.codes[p] = found
 
     def __contains__(self, p: Tensor) -> bool:
         return p in self.codes
@@ -98,6 +116,12 @@ def take_codes(state: dict[str, Any], codes: tuple[Tensor, Tensor]) -> None:
         if isinstance(value, Tensor) and value.device != codes[0].device:
             state[key] = value.to(codes[0].device)
     state["codes"], state["scale"] = codes
+
+
+def drop_codes(state: dict[str, Any]) -> None:
+    """Of a weight that is an ordinary tensor again."""
+    for name in ("codes", "scale"):
+        state.pop(name, None)
 
 
 def with_codes(

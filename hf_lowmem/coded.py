@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .block import Block
 from .coding import decode, encode
+from .kernels.weights import FINDS_CODES, is_placeholder, placeholder
 from .link import Link
 from .place import Copy, Place
 from .shelf import Shelf
@@ -29,6 +32,12 @@ class CodedPlace(Place):
     Home may be written by others between two steps. Through torch, that shows in the versions of the parameters; a
     sample of their values shows most of what is written through ``.data``.
     """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(
+            f"{self.block.name} is attached with weights in few bits, and so cannot be copied or pickled: copy the "
+            "model before it is attached, or call detach(model) first; its state_dict can be copied at any time"
+        )
 
     def __init__(self, block: Block, shelf: Shelf, device: torch.device, debug: bool) -> None:
         super().__init__(block, shelf, device, debug)
@@ -140,6 +149,8 @@ class BarePlace(CodedPlace):
     def __init__(self, block: Block, shelf: Shelf, device: torch.device, debug: bool) -> None:
         self._staying: list[Tensor] = []  # codes, scales and other tensors of a block that stays on the device
         super().__init__(block, shelf, device, debug)
+        for p in block.forms:
+            setattr(p, FINDS_CODES, functools.partial(_codes_in, weakref.ref(self)))
 
     @property
     def parts(self) -> list[Tensor]:
@@ -159,8 +170,16 @@ class BarePlace(CodedPlace):
         return self._as_parameters(parts)
 
     def take_in(self) -> None:
-        """See ``Place``."""
-        if self.bound or all(p.data_ptr() == home.data_ptr() for (_, p), home in self._at_home()):
+        """See ``Place``. Raises: RuntimeError where somebody has written to a placeholder."""
+        if self.bound:
+            return
+        for (name, p), home in self._at_home():
+            if p in self.block.forms and home.is_cpu and not bool(home.view(-1)[:1].isnan().all()):
+                raise RuntimeError(
+                    f"somebody has written to {self.block.name}.{name}, of which nothing but 8 or 4 bits exist: what "
+                    "was written is lost. Load a state_dict instead, or assign a whole tensor to its data"
+                )
+        if all(p.data_ptr() == home.data_ptr() for (_, p), home in self._at_home()):
             return
         for (_, p), home in self._at_home():
             if p in self.block.forms and p.data_ptr() != home.data_ptr():
@@ -208,6 +227,8 @@ class BarePlace(CodedPlace):
         """See ``Place``."""
         for p in self.block.forms:
             p.data = self.decoded(p)
+            if hasattr(p, FINDS_CODES):
+                delattr(p, FINDS_CODES)
 
     def encode(self, threads: int | None = None) -> None:
         """See ``CodedPlace``: there is nothing to be done."""
@@ -236,14 +257,9 @@ class BarePlace(CodedPlace):
         torch.autograd.graph.increment_version(p)  # a copy on the device is no more what it was
 
 
-def placeholder(p: Tensor, device: torch.device) -> Tensor:
-    """What a parameter is while its weight is nowhere but in few bits."""
-    return torch.full((), float("nan"), dtype=p.dtype, device=device).expand(p.shape)
-
-
-def is_placeholder(p: Tensor) -> bool:
-    """Whether a parameter is one now."""
-    return p.numel() > 1 and not any(p.stride())
+def _codes_in(place: weakref.ref[BarePlace], p: nn.Parameter) -> tuple[Tensor, Tensor] | None:
+    alive = place()
+    return None if alive is None else alive.coded().get(p)  # of a copy of the parameter: none
 
 
 def _hooks_of(place: BarePlace, module: nn.Module, held: dict[str, nn.Parameter]) -> Iterator[RemovableHandle]:

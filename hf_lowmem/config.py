@@ -125,6 +125,7 @@ class LowMemConfig:
             parameter holds what 16 bits round away. 16: none, stochastic rounding instead. 32: a fp32 copy of
             the weight, two more bytes than 24. fp32 weights are their own master. 8, with ``weights="int8"``: none, nor
             the weights themselves; those of blocks exist in 8 bits alone, which updates are rounded to stochastically.
+            Their parameters read as NaN: ``state_dict`` has the weights.
         threads: worker threads of the update. None: the physical cores less one; OMP_NUM_THREADS plays no part.
         seed: of the random rounding. Equal seeds give equal bits, whatever the machine and the number of threads. None:
             ``TrainingArguments.seed``, or 0 where there is none.
@@ -145,7 +146,7 @@ class LowMemConfig:
         default=False, init=False, metadata={"help": "Fill released device memory with NaN; saves no memory."}
     )
     state_bits: int = field(default=4, metadata={"help": "Bits of each AdamW moment: 4, 8 or 32."})
-    master_bits: int = field(default=24, metadata={"help": "Bits of the master of a 16-bit weight: 16, 24 or 32."})
+    master_bits: int = field(default=24, metadata={"help": "Bits of the master of a 16-bit weight: 8, 16, 24 or 32."})
     threads: int | None = field(
         default=None, metadata={"help": "Threads of the update; default: physical cores less one."}
     )

@@ -57,7 +57,7 @@ def take_weight(p: Tensor, state: State, home: Home, old: Home | None, wanted: i
     """
     before = None if old is None else old.resident
     if p.device.type == "cpu":
-        now = p.detach().contiguous().view(-1)
+        now = p.data.contiguous().view(-1)  # whose writes are not counted: a step that goes on counts its own first
         unknown = before is not None and before.data_ptr() == now.data_ptr()  # overwritten: nobody knows by what
     else:
         before = None if before is None else before.clone()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import rules
 from . import state as states
-from .code_updates import CodeUpdates, take_codes, with_codes
+from .code_updates import CodeUpdates, drop_codes, take_codes, with_codes
 from .deferred import Deferred, Luggage
 from .host import HostUpdates, Item
 from .kernels import native
@@ -91,9 +91,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         check_whole("staging_bytes", staging_bytes, "two slots are kept in any case")
         check_whole("seed", seed, "0 is the default", least=0)
         check_param_bits(param_bits or {})
-        self.threads = threads
-        self.seed = seed
-        self.staging_bytes = staging_bytes
+        self.threads, self.seed, self.staging_bytes = threads, seed, staging_bytes
         self.check_finite = check_finite
         self.max_skipped_steps = max_skipped_steps
         self.skipped_steps = self.skipped_in_a_row = 0
@@ -188,12 +186,10 @@ class LowBitAdamW(torch.optim.Optimizer):
                 self._resident.prepare(p, self.state[p], self._wants(p, group))
 
     def use_codes(self, codes: Mapping[Tensor, tuple[Tensor, Tensor]]) -> None:
-        """Says which weights rest in 8 bits alone, without a master; see ``code_updates``. They replace earlier ones.
-
-        Their codes and scales are part of their states from here on, and these lie where they do.
+        """Says which weights rest in 8 bits alone, and where; see ``code_updates``. Their states move there.
 
         Args:
-            codes: of parameters, codes and scales of form ``int8``, contiguous, which steps will change.
+            codes: of parameters, codes and scales of form ``int8``, which steps change; they replace earlier ones.
         """
         self._deferred.wait()
         self._codes.codes = dict(codes)
@@ -264,6 +260,7 @@ class LowBitAdamW(torch.optim.Optimizer):
                 loss = closure()
         scale, finite = self._grad_scale, self._grads_finite
         self._grad_scale, self._grads_finite = 1.0, None
+        self._codes.look(self._named())
         staying, work = self._with_gradient()
         if finite is None and self.check_finite:
             finite = all_finite([p.grad for p, *_ in (*staying, *work) if p.grad is not None], self.threads)
@@ -307,6 +304,7 @@ class LowBitAdamW(torch.optim.Optimizer):
             used: called there when they have been read, also if that has failed.
         """
         self._deferred.wait(number)
+        self._codes.look(self._named())
         groups = {p: group for p, group, _ in self._named() if p in grads}
         self._prepare([(p, group, "") for p, group in groups.items()])
         self._update_late(number, [(p, groups[p], g.view(-1)) for p, g in grads.items()], 1.0, arrived, used)
@@ -433,6 +431,7 @@ class LowBitAdamW(torch.optim.Optimizer):
             if p in self._codes:
                 take_codes(state, self._codes.codes[p])
                 continue
+            drop_codes(state)
             if self._resident.knows(p):  # it was updated on its device so far
                 self._resident.prepare(p, state, wanted)
                 self._resident.forget(p)
@@ -467,6 +466,7 @@ class LowBitAdamW(torch.optim.Optimizer):
                 optimizer has. Nothing has changed then.
         """
         self._deferred.wait()
+        self._codes.look(self._named())
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
@@ -496,5 +496,5 @@ class LowBitAdamW(torch.optim.Optimizer):
         return {**saved, "state": {key: state_in_ram(state) for key, state in saved["state"].items()}}
 
     def nbytes(self) -> dict[str, int]:
-        """What the optimizer holds so far: number of ``parameters``, bytes of their ``states`` and ``master``."""
+        """What it holds so far: number of ``parameters``, bytes of their ``states`` and ``master``."""
         return states.held(self.state)

@@ -32,29 +32,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 
-from .block import AfterBackward, Block, Updates
+from .block import AfterBackward, Block, Updates, Whole
 from .coded import BarePlace, CodedPlace, place_of
 from .link import Link
 from .place import Place
 from .shelf import Shelf
 
 AHEAD = 2  # so many blocks are fetched before they are used
-
-
-class _Whole:
-    """A forward of a block in parts, of which its own hooks may see each one."""
-
-    def __init__(self, streamer: Streamer, block: Block) -> None:
-        self._streamer, self._block = streamer, block
-
-    def begin(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        changed = self._streamer._before_forward(self._block, args, kwargs)
-        self._block.in_parts = True
-        return (args, kwargs) if changed is None else changed
-
-    def end(self, out: Any) -> None:
-        self._block.in_parts = False
-        self._streamer._after_forward(self._block, out)
 
 
 class Streamer:
@@ -194,11 +178,11 @@ class Streamer:
         self._latest = None
         self._first = streamed[0] if streamed else None  # with which the latest round has begun
 
-    def whole(self, module: nn.Module) -> _Whole | None:
+    def whole(self, module: nn.Module) -> Whole | None:
         """For whoever has a block compute in parts within its forward. None where the block's hooks are around that."""
         blocks = self.blocks if self._handles else []  # none after `remove`
         block = next((block for block in blocks if block.module is module), None)
-        return None if block is None or block.under_way else _Whole(self, block)
+        return None if block is None or block.under_way else Whole(self, block)
 
     @property
     def passing_bytes(self) -> int:
@@ -238,7 +222,7 @@ class Streamer:
         yield model.register_forward_pre_hook(lambda module, args: self._new_round(), prepend=True)
         for module in model.modules():  # who reads weights by one of these waits for the optimizer
             yield module.register_state_dict_pre_hook(lambda module, prefix, keep_vars: self.synchronize())
-            yield module.register_load_state_dict_pre_hook(lambda *args: self.synchronize())
+            yield module.register_load_state_dict_pre_hook(self._before_load)
         for place in self._places.values():
             yield from place.hooks()
         for block in self.blocks:
@@ -250,6 +234,14 @@ class Streamer:
             yield block.module.register_forward_hook(
                 lambda module, args, out, block=block: self._after_forward(block, out), always_call=True
             )
+
+    def _before_load(self, module: nn.Module, state_dict: Any, prefix: str, metadata: Any, *others: Any) -> None:
+        if metadata.get("assign_to_params_buffers", False):
+            raise ValueError(
+                f"load_state_dict(assign=True) would replace parameters of {prefix or 'the model'} that the streamer "
+                "knows: leave assign out, or call detach(model) first"
+            )
+        self.synchronize()
 
     def _new_round(self) -> None:
         self._round += 1

@@ -14,8 +14,19 @@ from test_attachment import CHECKPOINTING, assert_at_home, assert_same, build, c
 from test_streamed_trainer import assert_same as assert_same_training
 from test_streamed_trainer import fit, history
 
-from hf_lowmem import DoesNotFit, LowMemConfig, LowMemTrainer, attach, create_optimizer, detach, load, loading
+from hf_lowmem import (
+    DoesNotFit,
+    LowBitAdamW,
+    LowMemConfig,
+    LowMemTrainer,
+    attach,
+    create_optimizer,
+    detach,
+    load,
+    loading,
+)
 from hf_lowmem.attachment import streamer_of
+from hf_lowmem.kernels import native
 from hf_lowmem.kernels.weights import FORMS, decode, empty, encode
 from hf_lowmem.lowbit import layer_weights
 
@@ -382,3 +393,108 @@ def test_masters_are_refused_or_needed(tiny) -> None:
         LowMemConfig(master_bits=8)
     with pytest.raises(ValueError, match="exist in 4 bits alone, which cannot be trained"):
         attach(tiny.model(), LowMemConfig(offload="cpu", weights="int4", master_bits=8))
+
+
+# -- what a stranger found ----------------------------------------------------------------------------------------
+def losses_of(model, optimizer, steps: int = 4) -> list[float]:
+    tokens = torch.randint(3, 128, (2, 8), generator=torch.Generator().manual_seed(1))
+    found = []
+    for _ in range(steps):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def test_a_loop_of_ones_own_needs_no_more_than_the_optimizer(tiny) -> None:
+    model, streamer = bare(tiny)
+    optimizer = create_optimizer(model, LowMemConfig(), lr=1e-2)
+    before = {p: codes.clone() for p, (codes, _) in streamer.codes().items()}
+    losses = losses_of(model, optimizer)
+    assert losses[-1] < losses[0] - 0.1
+    assert all(not torch.equal(before[p], codes) for p, (codes, _) in streamer.codes().items())
+
+
+def test_training_goes_on_after_detach(tiny) -> None:
+    model, _ = bare(tiny)
+    optimizer = create_optimizer(model, LowMemConfig(), lr=1e-2)
+    losses_of(model, optimizer)
+    detach(model)
+    before = tiny.weights(model)
+    losses_of(model, optimizer)
+    assert not any(torch.equal(before[name], p) for name, p in model.named_parameters() if "proj" in name)
+    assert not any("codes" in state for state in optimizer.state_dict()["state"].values())
+
+
+def test_an_optimizer_that_knows_of_no_codes_says_so() -> None:
+    p = torch.nn.Parameter(torch.full((), float("nan")).expand(64, 64))
+    p.grad = torch.zeros(64, 64)
+    with pytest.raises(ValueError, match=r"parameter 0 exists in few bits alone.*use_codes"):
+        LowBitAdamW([p]).step()
+
+
+@pytest.mark.parametrize("settings", [{"master_bits": 8}, {}], ids=["8 bits alone", "with masters"])
+def test_attached_with_other_masters(tiny, tmp_path, settings) -> None:
+    model = tiny.model(num_hidden_layers=4)
+    attach(model, LowMemConfig(offload="cpu", weights="int8", **settings))
+    other = {} if settings else {"master_bits": 8}
+    with pytest.raises(ValueError, match=r"is attached with .*master_bits=8, and this config says master_bits="):
+        tiny.fit(LowMemTrainer, tmp_path, model=model, trainer={"lowmem": {"weights": "int8", **other}})
+
+
+@pytest.mark.parametrize("settings", [{"master_bits": 8}, {}], ids=["8 bits alone", "with masters"])
+def test_an_attached_model_is_not_copied(tiny, settings) -> None:
+    model = tiny.model()
+    attach(model, LowMemConfig(offload="cpu", weights="int8", **settings))
+    with pytest.raises(RuntimeError, match="cannot be copied or pickled: copy the model before it is attached"):
+        copy.deepcopy(model)
+    detach(model)
+    assert tiny.equal_bits(tiny.weights(copy.deepcopy(model)), tiny.weights(model))
+
+
+@pytest.mark.parametrize("settings", [{}, {"weights": "int8"}, {"weights": "int8", "master_bits": 8}], ids=str)
+def test_parameters_are_not_replaced_by_loading(tiny, settings) -> None:
+    model = tiny.model()
+    attach(model, LowMemConfig(offload="cpu", **settings))
+    with pytest.raises(ValueError, match=r"load_state_dict\(assign=True\) would replace parameters"):
+        model.load_state_dict(tiny.model(seed=1).state_dict(), assign=True)
+
+
+def test_what_is_written_to_a_placeholder_is_not_lost_without_a_word(tiny) -> None:
+    model, _ = bare(tiny)
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = 7.0
+    with pytest.raises(RuntimeError, match=r"somebody has written to model\.layers\.1\.mlp\.up_proj\.weight"):
+        model(input_ids=torch.tensor([[5, 6]]))
+
+
+@pytest.mark.parametrize("optim_args", ["", BARE, "weights=int4"])
+def test_without_the_compiled_core(tiny, tmp_path, monkeypatch, optim_args) -> None:
+    """torch's own engine writes in the optimizer's thread, which nobody may take for somebody else."""
+    monkeypatch.setenv("HF_LOWMEM_ISA", native.TORCH)
+    settings = {"optim": "cpu_adam4bit", "optim_args": optim_args, "dtype": "bfloat16"}
+    runs = [fit(tiny, tmp_path, where, **settings) for where in ("none", "cpu", "0.5")]
+    monkeypatch.delenv("HF_LOWMEM_ISA")
+    runs.append(fit(tiny, tmp_path, "cpu", **settings))
+    for other in runs[1:]:
+        assert history(other) == history(runs[0])
+        assert tiny.equal_bits(dict(other.model.state_dict()), dict(runs[0].model.state_dict()))
+
+
+def test_a_resumed_run_with_other_masters_is_refused_before_anything_changes(tiny, tmp_path) -> None:
+    settings = {"optim": "cpu_adam4bit", "max_steps": 2}
+    fit(tiny, tmp_path, "cpu", optim_args=BARE, dtype="bfloat16", save_strategy="steps", save_steps=2, **settings)
+    model = tiny.model(seed=3, num_hidden_layers=4, dtype="bfloat16")
+    before = tiny.weights(model)
+    with pytest.raises(ValueError, match="was written with master_bits=24, and this run has 16"):
+        fit(
+            tiny,
+            tmp_path,
+            "cpu",
+            model=model,
+            optim_args="weights=int8,master_bits=16",
+            resume=str(tmp_path / "checkpoint-2"),
+            **settings,
+        )
+    assert tiny.equal_bits(before, tiny.weights(model))

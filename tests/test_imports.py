@@ -101,7 +101,7 @@ MAY_IMPORT = {
     "block": {"kernels.weights", "layer"},
     "coding": {"kernels.__init__", "kernels.native_weights", "kernels.triton_weights", "kernels.weights"},
     "place": {"block", "layer", "link", "shelf"},
-    "coded": {"block", "coding", "link", "place", "shelf"},
+    "coded": {"block", "coding", "kernels.weights", "link", "place", "shelf"},
     "stream": {"block", "coded", "link", "place", "shelf"},
     "attachment": {
         "block",
