@@ -28,7 +28,7 @@ from .checks import check_gradients, check_model, prepare_training
 from .config import LowMemConfig, merge
 from .factory import adam_settings, our_name, seed_of, state_settings
 from .loss import use_chunked_loss
-from .lowbit import chosen_compute, number_steps, roundings_of, use_compute
+from .lowbit import caveats, chosen_compute, number_steps, roundings_of, use_compute
 from .memory import ram_bytes
 from .optim import LowBitAdamW
 from .overlap import (
@@ -103,6 +103,8 @@ class LowMemMixin(_TrainerBase):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """See ``Trainer.train``. Raises: as ``prepare_training``, before anything has changed."""
         prepare_training(self, resume_from_checkpoint)
+        for caveat in caveats(self.lowmem):
+            print(f"hf_lowmem: {caveat}")
         if self.model_init is None:
             self._attach(self.model, self.args.device)
         for rounding in roundings_of(self.model) if self.model is not None else ():

@@ -292,3 +292,11 @@ def test_a_reference_that_is_only_evaluated_computes_like_the_trained_model(tiny
 
     tiny.fit(Refers, tmp_path, model=tiny.model(**BIG), optim_args="compute=int8", max_steps=1)
     assert isinstance(reference.model.layers[0].mlp.up_proj, Int8Linear)
+
+
+@pytest.mark.parametrize("setting", ["compute=int4", "weights=int4", "compute=int8", "weights=int8"])
+def test_what_costs_accuracy_says_so(tiny, tmp_path, capsys, setting) -> None:
+    args = {"optim": "cpu_adam4bit", "optim_args": setting, "max_steps": 1}
+    tiny.fit(LowMemTrainer, tmp_path, model=tiny.model(**BIG), **args)
+    name, value = setting.split("=")
+    assert (f'hf_lowmem: {name}="{value}" costs accuracy' in capsys.readouterr().out) == (value == "int4")
