@@ -14,7 +14,7 @@ from . import codec
 from .coding import decode, recode
 from .kernels import native, native_weights
 from .kernels.adam import AdamTensor, adam_step, state_tensor
-from .kernels.weights import FINDS_CODES, INT8, is_placeholder, shifted
+from .kernels.weights import FINDS_CODES, INT8, is_stand_in, shifted
 from .resident import ResidentUpdates
 
 PIECE = 1 << 24  # values that are wide at a time on a GPU
@@ -33,12 +33,12 @@ class CodeUpdates:
         self.codes: dict[Tensor, tuple[Tensor, Tensor]] = {}
 
     def look(self, named: Iterable[tuple[Tensor, Any, str]]) -> None:
-        """Finds the codes of parameters that are placeholders, and forgets those that are ordinary tensors again.
+        """Finds the codes of parameters that are stand-ins, and forgets those that are ordinary tensors again.
 
-        Raises: ValueError for a placeholder that says nothing of its codes.
+        Raises: ValueError for a stand-in that says nothing of its codes.
         """
         for p, _, name in named:
-            if not is_placeholder(p):
+            if not is_stand_in(p):
                 self.codes.pop(p, None)
             elif p.requires_grad and p not in self.codes:
                 found = getattr(p, FINDS_CODES, lambda p: None)(p)

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .block import Block
 from .coding import decode, encode
-from .kernels.weights import FINDS_CODES, is_placeholder, placeholder
+from .kernels.weights import FINDS_CODES, is_stand_in, stand_in
 from .link import Link
 from .place import Copy, Place
 from .shelf import Shelf
@@ -142,7 +142,7 @@ class CodedPlace(Place):
 class BarePlace(CodedPlace):
     """A coded place of weights that exist in few bits alone: these bits are at home what others have weights for.
 
-    The parameters are placeholders there, a NaN of their shape, which cannot be written. ``state_dict`` gives what the
+    The parameters are stand-ins there, a NaN of their shape, which cannot be written. ``state_dict`` gives what the
     bits say instead, and ``load_state_dict`` writes bits.
     """
 
@@ -164,13 +164,13 @@ class BarePlace(CodedPlace):
             if scale is None:
                 if p.data_ptr() != part.data_ptr():  # not loaded into its place
                     part.copy_(p.data)
-            elif not is_placeholder(p):
+            elif not is_stand_in(p):
                 work.append((p.data.contiguous(), self.block.forms[p], part, scale))
         encode(work)
         return self._as_parameters(parts)
 
     def take_in(self) -> None:
-        """See ``Place``. Raises: RuntimeError where somebody has written to a placeholder."""
+        """See ``Place``. Raises: RuntimeError where somebody has written to a stand-in."""
         if self.bound:
             return
         for (name, p), home in self._at_home():
@@ -204,7 +204,7 @@ class BarePlace(CodedPlace):
         return self._as_parameters(self.parts)
 
     def _as_parameters(self, parts: list[Tensor]) -> list[Tensor]:
-        return [placeholder(p, part.device) if p in self.block.forms else part for p, part, _ in self._rows(parts)]
+        return [stand_in(p, part.device) if p in self.block.forms else part for p, part, _ in self._rows(parts)]
 
     def _rows(self, parts: list[Tensor]) -> Iterator[tuple[nn.Parameter, Tensor, Tensor | None]]:
         """Each parameter, its codes or itself, and its scales."""
@@ -315,7 +315,7 @@ def put_at_home(block: Block, number: int, value: Tensor, shelf: Shelf) -> Tenso
         parts[0].copy_(value)
         return parts[0]
     encode([(value.contiguous().cpu(), block.forms[p], parts[0], parts[1])])
-    return placeholder(value, parts[0].device)
+    return stand_in(value, parts[0].device)
 
 
 def restore(block: Block, module: nn.Module, shelf: Shelf) -> None:
@@ -327,7 +327,7 @@ def restore(block: Block, module: nn.Module, shelf: Shelf) -> None:
     for name, p in block.params:
         codes, scale = next(parts), next(parts) if p in block.forms else None
         now = module.get_parameter(name)
-        if scale is not None and is_placeholder(now):
+        if scale is not None and is_stand_in(now):
             now.data = torch.empty(now.shape, dtype=now.dtype)
             decode([(codes, scale, block.forms[p], now.data)])
 

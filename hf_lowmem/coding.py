@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Sequence
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from .engines import proven
 from .kernels import native_weights, weights
 from .kernels.weights import FORMS, WeightForm, empty
 
@@ -18,6 +18,11 @@ Recoding = tuple[Tensor, Tensor, Tensor, int]  # what has changed, its codes and
 Decoding = tuple[
     Tensor, Tensor, WeightForm, Tensor
 ]  # codes and scales, how they are written, and where the weight goes
+
+NO_TRITON = (
+    "Triton cannot be used for weights in 8 or 4 bits ({reason}): plain torch is, which takes more time and memory "
+    "of the GPU. Install triton (on Windows triton-windows) and a C compiler."
+)
 
 
 def encode(items: Sequence[Encoding], threads: int | None = None) -> None:
@@ -29,7 +34,7 @@ def encode(items: Sequence[Encoding], threads: int | None = None) -> None:
     if items and items[0][0].device.type == "cpu":
         native_weights.encode(items, threads)
         return
-    engine = _engine(items[0][0].device) if items else weights
+    engine = engine_of(items[0][0].device) if items else weights
     for item in items:
         engine.encode(*item)
 
@@ -39,7 +44,7 @@ def decode(items: Sequence[Decoding], threads: int | None = None) -> None:
     if items and items[0][0].device.type == "cpu":
         native_weights.decode(items, threads)
         return
-    engine = _engine(items[0][0].device) if items else weights
+    engine = engine_of(items[0][0].device) if items else weights
     for item in items:
         engine.decode(*item)
 
@@ -49,29 +54,21 @@ def recode(items: Sequence[Recoding], threads: int | None = None) -> None:
     if items and items[0][0].device.type == "cpu":
         native_weights.recode(items, threads)
         return
-    engine = _engine(items[0][0].device) if items else weights
+    engine = engine_of(items[0][0].device) if items else weights
     for item in items:
         engine.recode(*item)
 
 
 @functools.cache
-def _engine(device: torch.device) -> ModuleType:
-    """Triton where its bits are right, else plain torch."""
-    try:
+def engine_of(device: torch.device) -> ModuleType:
+    """What writes and reads on a device that is not the CPU: Triton where its bits are right, else plain torch."""
+
+    def load() -> ModuleType:
         from .kernels import triton_weights
 
-        reason = _goes_wrong(triton_weights, device)
-    except Exception as error:  # no Triton, no C compiler, a GPU that it does not know
-        reason = f"{type(error).__name__}: {error}"
-    if reason is None:
         return triton_weights
-    warnings.warn(
-        f"Triton cannot be used for weights in 8 or 4 bits ({reason}): plain torch is, which takes more time and more "
-        "memory of the GPU. Install triton (on Windows triton-windows) and a C compiler.",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    return weights
+
+    return proven(load, lambda engine: _goes_wrong(engine, device), weights, NO_TRITON)
 
 
 def _goes_wrong(engine: ModuleType, device: torch.device) -> str | None:

@@ -20,7 +20,6 @@ codes.
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from dataclasses import dataclass
 from types import MethodType, ModuleType
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from . import codec
+from .engines import proven
 from .kernels import cuda_int4, int4, int8
 from .kernels.int4 import Rows4
 from .kernels.int8 import Rows
@@ -41,27 +41,29 @@ _SALT = 0xBB67AE8584CAA73B  # so that the optimizer's noise, of the same seed an
 _BACKWARDS = 1 << 32  # keys of one step
 
 
+NO_TRITON = (
+    "Triton cannot be used for integer products ({reason}): torch's own are, which are slower. Install triton (on "
+    "Windows triton-windows) and a C compiler."
+)
+NO_INT4 = (
+    "4-bit products cannot be compiled for this GPU ({reason}): torch's 8-bit ones compute the same, and bring "
+    'nothing. compute="int8" is faster then.'
+)
+
+
 # -- who computes -------------------------------------------------------------------------------------------------
 @functools.cache
 def engine_of(device: torch.device) -> ModuleType:
     """What computes on a device: ``kernels.triton_int8`` on a GPU where its bits are right, else ``kernels.int8``."""
     if device.type != "cuda":
         return int8
-    try:
+
+    def load() -> ModuleType:
         from .kernels import triton_int8
 
-        reason = goes_wrong(triton_int8, device)
-    except Exception as error:  # no Triton, no C compiler, a GPU that it does not know
-        reason = f"{type(error).__name__}: {error}"
-    if reason is None:
         return triton_int8
-    warnings.warn(
-        f"Triton cannot be used for integer products ({reason}): torch's own are, which are slower. Install triton (on "
-        "Windows triton-windows) and a C compiler.",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    return int8
+
+    return proven(load, lambda engine: goes_wrong(engine, device), int8, NO_TRITON)
 
 
 def goes_wrong(engine: ModuleType, device: torch.device) -> str | None:
@@ -90,19 +92,7 @@ def engine4_of(device: torch.device) -> ModuleType:
     check_device4(device)
     if device.type != "cuda":
         return int4
-    try:
-        reason = goes_wrong4(cuda_int4, device)
-    except Exception as error:  # no NVRTC, a driver that does not take its code
-        reason = f"{type(error).__name__}: {error}"
-    if reason is None:
-        return cuda_int4
-    warnings.warn(
-        f"4-bit products cannot be compiled for this GPU ({reason}): torch's 8-bit ones compute the same, and bring "
-        'nothing. compute="int8" is faster then.',
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    return int4
+    return proven(lambda: cuda_int4, lambda engine: goes_wrong4(engine, device), int4, NO_INT4)
 
 
 def check_device4(device: torch.device) -> None:

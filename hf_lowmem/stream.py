@@ -208,7 +208,7 @@ class Streamer:
         return {p: pair for place in bare for p, pair in place.coded().items()}
 
     def remove(self) -> None:
-        """Takes the hooks off. The parameters stay at home, as tensors of their own where they were placeholders."""
+        """Takes the hooks off. The parameters stay at home, as tensors of their own where they were stand-ins."""
         self.go_home()
         for place in self._places.values():
             place.leave()

@@ -12,7 +12,7 @@ from test_coded import as_seen
 
 from hf_lowmem import LowMemConfig, LowMemTrainer
 from hf_lowmem.attachment import attach, streamer_of
-from hf_lowmem.coding import _engine
+from hf_lowmem.coding import engine_of
 from hf_lowmem.kernels import weights as reference_engine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")]
@@ -28,7 +28,7 @@ def deterministic():
 
 
 def test_triton_writes_and_reads() -> None:
-    assert _engine(torch.device("cuda:0")) is not reference_engine
+    assert engine_of(torch.device("cuda:0")) is not reference_engine
 
 
 @pytest.mark.parametrize("debug", [False, True])

@@ -51,6 +51,7 @@ MAY_IMPORT = {
     "kernels.triton_rows": {"kernels.int8", "kernels.triton_kernel"},
     "kernels.triton_weights": {"kernels.int8", "kernels.triton_kernel", "kernels.triton_rows", "kernels.weights"},
     "integers": {
+        "engines",
         "codec",
         "kernels.__init__",
         "kernels.cuda_int4",
@@ -99,7 +100,8 @@ MAY_IMPORT = {
     "shelf": {"layer", "memory"},
     "link": set(),
     "block": {"kernels.weights", "layer"},
-    "coding": {"kernels.__init__", "kernels.native_weights", "kernels.triton_weights", "kernels.weights"},
+    "engines": set(),
+    "coding": {"engines", "kernels.__init__", "kernels.native_weights", "kernels.triton_weights", "kernels.weights"},
     "place": {"block", "layer", "link", "shelf"},
     "coded": {"block", "coding", "kernels.weights", "link", "place", "shelf"},
     "stream": {"block", "coded", "link", "place", "shelf"},

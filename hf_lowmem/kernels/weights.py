@@ -24,7 +24,7 @@ from .. import codec
 from .int8 import LEVELS, UNIT, Rows, quantize_rows
 
 SMALLEST = 2.0**-100  # a scale under it has no inverse that is sure to be an fp32
-FINDS_CODES = "_hf_lowmem_codes"  # of a parameter that is a placeholder: given it, gives its codes and scales
+FINDS_CODES = "_hf_lowmem_codes"  # of a parameter that is a stand-in: given it, gives its codes and scales
 ROOM = 1 + 1 / 16  # that a row is given when it has outgrown its scale
 
 
@@ -149,11 +149,11 @@ def empty(shape: tuple[int, ...], form: WeightForm, device: torch.device | str =
 
 
 # -- a parameter without a weight ---------------------------------------------------------------------------------
-def placeholder(p: Tensor, device: torch.device) -> Tensor:
+def stand_in(p: Tensor, device: torch.device) -> Tensor:
     """What a parameter is while its weight is nowhere but in few bits."""
     return torch.full((), float("nan"), dtype=p.dtype, device=device).expand(p.shape)
 
 
-def is_placeholder(p: Tensor) -> bool:
+def is_stand_in(p: Tensor) -> bool:
     """Whether a parameter is one now."""
     return p.numel() > 1 and not any(p.stride())
