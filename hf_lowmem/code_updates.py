@@ -42,6 +42,11 @@ class CodeUpdates:
                 self.codes.pop(p, None)
             elif p.requires_grad and p not in self.codes:
                 found = getattr(p, FINDS_CODES, lambda p: None)(p)
+                if found is not None and found[0].dtype is not torch.int8:
+                    raise ValueError(
+                        f"{name} exists in 4 bits alone, which cannot be trained: attach the model with "
+                        'weights="int8", or with master_bits=24, before it is unfrozen'
+                    )
                 if found is None:
                     raise ValueError(
                         f"{name} exists in few bits alone (master_bits=8), and nothing is known of these: it is not of "

@@ -167,7 +167,11 @@ def check_budgets(
         return
     best = min(plans, key=lambda p: p.lacking)
     gpu, ram = best.on_gpu, best.in_ram
-    best.check({"max_grad_norm=0": (0, ram.gradients), "master_bits=16": (gpu.masters, ram.masters)})
+    hints = {"max_grad_norm=0": (0, ram.gradients), "master_bits=16": (gpu.masters, ram.masters)}
+    homes = [streamer.blocks[i] for i in spread(count, Fraction(best.streamed, count))]
+    if all(form.bits == 8 and not block.bare for block in homes for form in block.forms.values()):
+        hints["master_bits=8"] = (0, sum(p.nbytes for block in homes for p in block.forms) + bool(seen) * ram.masters)
+    best.check(hints)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from hf_lowmem import code_updates
 from hf_lowmem.code_updates import CodeUpdates
 from hf_lowmem.kernels import native, native_weights
-from hf_lowmem.kernels.weights import INT8, empty, encode
+from hf_lowmem.kernels.weights import FINDS_CODES, FORMS, INT8, empty, encode
 from hf_lowmem.resident import ResidentUpdates
 from hf_lowmem.state import new_state
 
@@ -61,3 +61,13 @@ def test_refused(monkeypatch) -> None:
     monkeypatch.setenv("HF_LOWMEM_ISA", native.TORCH)
     with pytest.raises(RuntimeError, match="needs the compiled core"):
         native_weights.step(tensor, codes, scale, 1)
+
+
+def test_4_bits_alone_are_not_trained() -> None:
+    form = FORMS["int4"]
+    p = torch.nn.Parameter(torch.full((), float("nan")).expand(64, 64))
+    setattr(p, FINDS_CODES, lambda q: empty((64, 64), form))
+    with pytest.raises(ValueError, match="weight exists in 4 bits alone, which cannot be trained"):
+        CodeUpdates().look([(p, {}, "weight")])
+    p.requires_grad_(False)
+    CodeUpdates().look([(p, {}, "weight")])

@@ -336,3 +336,16 @@ def test_training_that_fits_nowhere(tiny, tmp_path, offload, budgets, message, m
     with pytest.raises(DoesNotFit, match=message):
         fit(tiny, tmp_path, offload, model=model, optim="cpu_adam4bit", optim_args=budgets)
     assert tiny.equal_bits(before, tiny.weights(model))
+
+
+@pytest.mark.parametrize(
+    ("setting", "hint"),
+    [("weights=int8", True), ("weights=int4", False), ("weights=int8,master_bits=8", False), ("", False)],
+)
+def test_what_8_bits_alone_would_save_is_said(tiny, tmp_path, memory, setting, hint) -> None:
+    model = tiny.model(num_hidden_layers=4, dtype="bfloat16")
+    weights = sum(p.nbytes for p in model.parameters())
+    optim_args = ",".join(filter(None, [setting, f"cpu_memory={int(1.6 * weights)}B"]))
+    with pytest.raises(DoesNotFit) as error:
+        fit(tiny, tmp_path, "cpu", optim_args=optim_args, model=model, optim="cpu_adam4bit")
+    assert ("master_bits=8 saves" in str(error.value)) == hint
