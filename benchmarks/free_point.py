@@ -1,8 +1,8 @@
 """From how many tokens a step on streaming is free, by how weights cross the link.
 
-    python benchmarks/free_point.py --size 8.0b --tokens 2048 4096 6144 8192 12288 --forms model int8 int4
+    python benchmarks/free_point.py --size 8.0b --forms model int8 int4
 
-A Llama shape with random weights, sequences of 1,024 random tokens, activations recomputed; forward and backward
+A Llama shape with random weights, sequences of 512 random tokens, activations recomputed; forward and backward
 without an optimizer, so that nothing but the link holds the GPU up (streaming.py has whole trainings). First the
 resident model, then every block streamed, once for each form. Each model is made and attached once; medians of the
 steps behind the first two. "Free" is interpolated: where streamed steps reach a share of the resident model's tokens/s.
@@ -22,7 +22,8 @@ from streaming import DEVICE, SHAPES, make_model, reset_peaks
 from hf_lowmem import LowMemConfig, attach
 from hf_lowmem.loss import use_chunked_loss
 
-SEQ = 1024
+SEQ = 512
+TOKENS = [2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 10240, 12288]
 WARM_UP = 2  # steps
 
 
@@ -71,7 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SHAPES), default="8.0b")
     parser.add_argument("--vocabulary", type=int, default=128256)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 6144, 8192, 12288])
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--forms", nargs="+", default=["model", "int8"])
     parser.add_argument("--shares", type=float, nargs="+", default=[0.9, 0.95, 0.97])
     parser.add_argument("--steps", type=int, default=5)

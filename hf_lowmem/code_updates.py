@@ -67,6 +67,7 @@ class CodeUpdates:
         how: tuple[int, float, int],
         threads: int | None,
         resident: ResidentUpdates,
+        copies: tuple[Tensor, Tensor] | None = None,
     ) -> int:
         """Steps one parameter where its codes are. Returns the number of blocks left out; on a GPU, ``resident`` knows.
 
@@ -75,8 +76,9 @@ class CodeUpdates:
             grad: flat, there too.
             how: seed, what the gradient is to be multiplied with, and number of the step.
             threads: of the CPU.
+            copies: of its codes and scales, which are stepped in their stead.
         """
-        codes, scale = self.codes[p]
+        codes, scale = copies or self.codes[p]
         seed, factor, number = how
         whole = state_tensor(state, group, seed, codes.view(-1), grad, factor, number)
         key = codec.tensor_key(seed ^ SALT, number, state["index"])

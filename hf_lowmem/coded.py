@@ -239,6 +239,17 @@ class BarePlace(CodedPlace):
         self.codes.ticket = link.fetch(self.codes.slot, self.shelf.coded(self.block.number))
         self.codes.there = True
 
+    def fetch_updated(self, link: Link, luggage: Any) -> None:
+        """See ``Place``."""
+        views = {p: part if scale is None else (part, scale) for p, part, scale in self._rows(self.codes.views)}
+        self.codes.ticket = luggage.travel(link, self.codes.slot, self.shelf.coded(self.block.number), views)
+        self.codes.there = True
+
+    @property
+    def link_bytes(self) -> int:
+        """See ``Place``."""
+        return self.codes.slot.nbytes
+
     def _see_itself(self) -> None:
         self.take_in()
         self._read(self._staying)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernels.adam import AdamTensor, state_tensor
 from .late import LateUpdates
 from .layer import Layer, Spec
 from .link import ALIGN, Link, Slot
@@ -23,7 +22,9 @@ from .memory import PinnedArena, trim
 from .state import State
 
 Work = Sequence[tuple[Tensor, Mapping[str, Any], Tensor, int]]
-
+Weight = Tensor | tuple[Tensor, Tensor]  # or codes and scales
+Engine = Callable[[Tensor, Mapping[str, Any], State, Weight, Tensor, int], object]
+CODES = ("codes", "scale")  # of a weight that exists in few bits alone: they are in its state, and lie with the weights
 
 # A GPU takes an update only if it has it so many times sooner than the CPU: what it copies slows the CPU. Measured on
 # 16 cores beside an H200: 9.1 G parameters/s with copies down alone, 6.7 with copies both ways, which bring 2 or 3.
@@ -34,7 +35,7 @@ class StateSlab:
     """The optimizer states of some parameters in one piece of host memory, which moves as a whole.
 
     Args:
-        states: whose tensors move here; they keep their names and become views.
+        states: whose tensors move here; they keep their names and become views. Codes of a weight stay where they are.
         pin: whether a GPU is to copy them.
     """
 
@@ -102,7 +103,7 @@ def guarded(job: Job, grads: Sequence[Tensor]) -> Job:
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {key: x for key, x in state.items() if isinstance(x, Tensor)}
+    return {key: x for key, x in state.items() if isinstance(x, Tensor) and key not in CODES}
 
 
 @dataclass(frozen=True)
@@ -114,9 +115,8 @@ class Luggage:
         versions: of these gradients when the step was due.
         states: of these parameters.
         slab: where the states lie.
-        seed: of the optimizer.
-        scale: what gradients are to be multiplied with.
-        engine: steps tensors on their device.
+        engine: steps a parameter: it takes (parameter, its group, its state there, its weight or codes and scales
+            there, its gradient there, number of the step).
         hand_over: takes over from the CPU: (returns when all is at home again, whether it is).
         put_back: has the CPU do the rest after all: (number of the first parameter that is left, returns when those
             before it are at home).
@@ -126,9 +126,7 @@ class Luggage:
     versions: Sequence[int]
     states: Sequence[State]
     slab: StateSlab
-    seed: int
-    scale: float
-    engine: Callable[[list[AdamTensor]], None]
+    engine: Engine
     hand_over: Callable[[Callable[[], None], Callable[[], bool]], None]
     put_back: Callable[[int, Callable[[], None]], None]
 
@@ -144,7 +142,7 @@ class Luggage:
             for (p, _, grad, _), version in zip(self.work, self.versions, strict=True)
         )
 
-    def parts(self, weights: Mapping[Tensor, Tensor]) -> list[tuple[Tensor, Tensor, Callable[[Tensor, Tensor], None]]]:
+    def parts(self, weights: Mapping[Tensor, Weight]) -> list[tuple[Tensor, Tensor, Callable[[Tensor, Tensor], None]]]:
         """What is to be done, one parameter after another.
 
         Args:
@@ -159,19 +157,18 @@ class Luggage:
 
             def step(state: Tensor, grad: Tensor) -> None:
                 there = {**self.states[i], **self.slab.unpack(i, state)}
-                weight = weights[p].view(-1)
-                self.engine([state_tensor(there, group, self.seed, weight, grad.view(home.dtype), self.scale, number)])
+                self.engine(p, group, there, weights[p], grad.view(home.dtype), number)
 
             return self.slab.part(i), home.view(torch.uint8), step
 
         return [part(i) for i in range(len(self.work))]
 
-    def travel(self, link: Link, slot: Slot, home: Tensor, weights: Mapping[Tensor, Tensor]) -> Any:
+    def travel(self, link: Link, slot: Slot, home: Tensor, weights: Mapping[Tensor, Weight]) -> Any:
         """Brings a layer to the device, has it updated there, and sends its weights and states home.
 
         Args:
             slot, home: of the layer.
-            weights: views of the slot, by parameter.
+            weights: views of the slot, by parameter: of its weight, or of its codes and scales.
 
         Returns: the ticket of the layer's fetch.
         """
@@ -241,9 +238,7 @@ class Deferred:
         number: int,
         work: Work,
         states: Sequence[State],
-        seed: int,
-        scale: float,
-        engine: Callable[[list[AdamTensor]], None],
+        engine: Engine,
     ) -> Luggage:
         """A group's next update as luggage; see there. Nobody may be updating the states."""
         slab = self._slabs.get(number)
@@ -252,7 +247,7 @@ class Deferred:
             trim()  # the states have been somewhere else before
         versions = [grad._version for _, _, grad, _ in work]
         ways = partial(self._hand_over, number), partial(self._put_back, number)
-        return Luggage(work, versions, states, slab, seed, scale, engine, *ways)
+        return Luggage(work, versions, states, slab, engine, *ways)
 
     def add(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +12,12 @@ from torch import Tensor
 from . import rules
 from . import state as states
 from .code_updates import CodeUpdates, drop_codes, take_codes, with_codes
-from .deferred import Deferred, Luggage
+from .deferred import Deferred, Luggage, Weight
 from .host import HostUpdates, Item
 from .kernels import native
-from .kernels.adam import AdamTensor
+from .kernels.adam import state_tensor
 from .resident import ResidentUpdates, state_in_ram
-from .rules import SMALLEST_LOW_BIT, check_gradient, check_group, check_param_bits, check_whole, param_bits
+from .rules import SMALLEST_LOW_BIT, check_gradient, check_group, param_bits
 from .staging import all_finite
 
 __all__ = ["LowBitAdamW", "param_bits"]
@@ -86,14 +87,9 @@ class LowBitAdamW(torch.optim.Optimizer):
     ) -> None:
         if maximize:
             raise ValueError("LowBitAdamW does not maximize: negate the loss instead.")
-        check_whole("threads", threads, "None for the physical cores less one")
-        check_whole("max_skipped_steps", max_skipped_steps, "None for no limit")
-        check_whole("staging_bytes", staging_bytes, "two slots are kept in any case")
-        check_whole("seed", seed, "0 is the default", least=0)
-        check_param_bits(param_bits or {})
+        rules.check_settings(threads, max_skipped_steps, staging_bytes, seed, param_bits or {})
         self.threads, self.seed, self.staging_bytes = threads, seed, staging_bytes
-        self.check_finite = check_finite
-        self.max_skipped_steps = max_skipped_steps
+        self.check_finite, self.max_skipped_steps = check_finite, max_skipped_steps
         self.skipped_steps = self.skipped_in_a_row = 0
         self._skipped_in_ram: list[int] = []  # what is not 0, of all threads
         self._param_bits = dict(param_bits or {})
@@ -270,7 +266,9 @@ class LowBitAdamW(torch.optim.Optimizer):
         self.skipped_in_a_row = 0
         numbers = self._deferred.settle(p for p, *_ in work)
         self._prepare(work)
-        resident, at_once = self._look(staying), []
+        self._make_states(staying)
+        self._resident.look(resident := [(p, g, self.state[p], self._wants(p, g)) for p, g, _ in staying])
+        at_once: list[_Work] = []
         late: dict[int, list[_Late]] = {}
         for (p, group, name), number in zip(work, numbers, strict=True):
             home = p if p in self._codes else self._host.homes[p].resident
@@ -278,10 +276,10 @@ class LowBitAdamW(torch.optim.Optimizer):
                 late.setdefault(number, []).append((p, group, p.grad.detach().contiguous().view(-1)))
             else:
                 at_once.append((p, group, name))
-        self._step_at_once([(p, group, self.state[p]) for p, group, _ in at_once], scale)
         order = self._deferred.in_order(late)
         for number in order[:AT_WORK]:
             self._update_late(number, late[number], scale)
+        self._step_at_once([(p, group, self.state[p]) for p, group, _ in at_once], scale)
         self._resident.step(resident, self.seed, scale)
         for number in order[AT_WORK:]:
             self._update_late(number, late[number], scale)
@@ -356,11 +354,6 @@ class LowBitAdamW(torch.optim.Optimizer):
         if self.max_skipped_steps is not None and self.skipped_in_a_row >= self.max_skipped_steps:
             raise rules.too_many_skipped(self.skipped_in_a_row)
 
-    def _look(self, work: list[_Work]) -> list[Any]:
-        self._make_states(work)
-        self._resident.look(found := [(p, group, self.state[p], self._wants(p, group)) for p, group, _ in work])
-        return found
-
     def _update_late(
         self, number: int, items: Sequence[_Late], scale: float, arrived: Any = None, used: Any = None
     ) -> None:
@@ -389,10 +382,10 @@ class LowBitAdamW(torch.optim.Optimizer):
                 if used is not None:
                     used()
 
-        luggage, stays = None, any(p in self._codes or self._host.homes[p].copy is not None for p, *_ in items)
+        luggage, stays = None, any(p in self._host.homes and self._host.homes[p].copy is not None for p, *_ in items)
         if arrived is None and self._deferred.travels and not stays:
-            found = [self.state[p] for p, *_ in items]
-            luggage = self._deferred.pack(number, work, found, self.seed, scale, self._step_there)
+            engine = partial(self._step_there, scale)
+            luggage = self._deferred.pack(number, work, [self.state[p] for p, *_ in items], engine)
         self._deferred.add(number, job, [grad for *_, grad in items], arrived is None, luggage)
 
     def _step_at_once(self, work: list[Item], scale: float) -> None:
@@ -412,15 +405,22 @@ class LowBitAdamW(torch.optim.Optimizer):
         for _, _, state in work:
             state["step"] += 1
 
-    def _step_codes(self, p: Tensor, group: Mapping[str, Any], grad: Tensor, *scale_and_step: Any) -> int:
-        numbers = (self.seed, *scale_and_step)
-        return self._codes.step(p, group, self.state[p], grad, numbers, self.threads, self._resident)
+    def _step_codes(
+        self, p: Tensor, group: Mapping[str, Any], grad: Tensor, scale: float, step: int, *there: Any
+    ) -> int:
+        state, *copies = there or (self.state[p],)
+        return self._codes.step(p, group, state, grad, (self.seed, scale, step), self.threads, self._resident, *copies)
 
-    def _step_there(self, tensors: list[AdamTensor]) -> None:
-        if tensors[0].weight.device.type == "cpu":  # a "device" in RAM
-            self._skipped_in_ram.extend(filter(None, [native.adam_step(tensors, self.threads)]))
+    def _step_there(
+        self, scale: float, p: Tensor, group: Mapping[str, Any], state: states.State, weight: Weight, *rest: Any
+    ) -> None:
+        grad, step = rest
+        if isinstance(weight, tuple):
+            skipped = self._step_codes(p, group, grad, scale, step, state, weight)
         else:
-            self._resident.step_tensors(tensors)
+            tensor = state_tensor(state, group, self.seed, weight.view(-1), grad, scale, step)
+            skipped = self._resident.step_anywhere([tensor], self.threads)
+        self._skipped_in_ram.extend(filter(None, [skipped]))
 
     def _prepare(self, work: list[_Work]) -> None:
         """Makes states and homes that do not exist yet, and takes weights anew that somebody else has written."""

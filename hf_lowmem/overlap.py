@@ -86,7 +86,8 @@ def overlap(streamer: Streamer, optimizer: Any, travels: bool | None = None) -> 
         widths = {p: width for p, width in optimizer.widths().items() if p in streamed}
         travels = device.type == "cuda" and why_not(device, kinds_of(widths)) is None
     coded = any(block.forms for block in streamer.blocks)
-    travels = travels and not coded  # weights go up that are not the ones that are updated
+    # Where weights cross the link in few bits beside those at home, they are not the ones that are updated.
+    travels = travels and all(block.bare for block in streamer.blocks if block.forms)
     at_once = streamer.ahead + 1 if travels else 0
     groups = [[] if block.kept else [p for _, p in block.params] for block in streamer.blocks]
     optimizer.defer(groups, at_once, partial(streamer.encode, threads=optimizer.threads) if coded else None)

@@ -101,6 +101,17 @@ class Place:
         self.weights.ticket = link.fetch(self.weights.slot, self.shelf.weights(self.block.number))
         self.weights.there = True
 
+    def fetch_updated(self, link: Link, luggage: Any) -> None:
+        """The same with what the optimizer has not done yet, which is done on the device; see ``Luggage``."""
+        views = {p: view for (_, p), view in zip(self.block.params, self.weights.views, strict=True)}
+        self.weights.ticket = luggage.travel(link, self.weights.slot, self.shelf.weights(self.block.number), views)
+        self.weights.there = True
+
+    @property
+    def link_bytes(self) -> int:
+        """About what crosses the link before such an update is done, but for the gradients."""
+        return self.block.layer.nbytes  # the states are about as large as the weights, and come behind them
+
     def bind(self, link: Link) -> None:
         """Has the parameters lie in the slot."""
         if self.bound:

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 
 from .block import Block
+from .code_updates import PIECE
 from .memory import use_expandable_segments
 from .optim import LowBitAdamW
 from .plan import Footprint, Plan, footprint, readable, spread
@@ -232,6 +233,7 @@ class Placement:
         self._seen = any(block.forms for block in streamer.blocks)  # beside the weights, by one block at a time
         parts = (footprint([p], widths) for block in streamer.blocks for _, p in block.params)
         self._part = max(part.masters + part.states + part.gradients for part in parts) + 2**16
+        self._wide = 4 * PIECE if any(block.bare for block in streamer.blocks) else 0  # while these are updated
         self._cost = max(self._on_gpu(size).total for size in self._sizes)
         self._moments: list[Moment] = []
         self._ended: set[int] = set()
@@ -312,7 +314,7 @@ class Placement:
         outside = self._on_gpu(self._outside)
         missing = outside.masters + outside.states  # the first step comes when this has been measured
         if self._on_device and chosen:  # what travels with two blocks that are updated on the way
-            missing += self.streamer.link.bags * self._part
+            missing += self.streamer.link.bags * self._part + self._wide
         largest = max(block.largest_passing for block in self.streamer.blocks)
         here = streamed + self._seen
         best, gradients = 0, 0

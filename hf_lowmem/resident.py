@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from .home import Mark, mark
+from .kernels import native
 from .kernels.adam import AdamTensor, adam_step, state_tensor
+from .kernels.weights import is_stand_in
 from .layer import gradient_dtype
 from .state import State, new_state
 
@@ -101,6 +103,13 @@ class ResidentUpdates:
         skipped, known = triton_adam.adam_step(tensors), self._skipped.get((device, stream))
         self._skipped[device, stream] = skipped if known is None else known.add_(skipped)
 
+    def step_anywhere(self, tensors: list[AdamTensor], threads: int | None) -> int:
+        """The same for a "device" that may be host memory. Returns the number of blocks left out there."""
+        if tensors[0].weight.device.type == "cpu":
+            return native.adam_step(tensors, threads)
+        self.step_tensors(tensors)
+        return 0
+
     def skipped_blocks(self) -> int:
         """Blocks left as they were for their gradients, so far. Waits for the device."""
         for device in {device for device, _ in self._skipped if device.type == "cuda"}:
@@ -116,7 +125,10 @@ PROBE = 2 * 1024 + 300  # values of a parameter that is tried: whole tiles, and 
 def kinds_of(widths: Mapping[Tensor, tuple[int, int | None]]) -> frozenset[Kind]:
     """The kinds among parameters, by the bits of a moment and of the master of each, that the device can update."""
     known = ((p, bits, master) for p, (bits, master) in widths.items() if master != 32)
-    return frozenset((p.dtype, bits, master == 24, gradient_dtype(p)) for p, bits, master in known)
+    return frozenset(
+        (torch.float32 if is_stand_in(p) else p.dtype, bits, master == 24, gradient_dtype(p))
+        for p, bits, master in known
+    )
 
 
 def why_not(device: torch.device, kinds: frozenset[Kind]) -> str | None:

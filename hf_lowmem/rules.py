@@ -89,6 +89,15 @@ def check_whole(name: str, value: Any, hint: str, least: int = 1) -> None:
         raise ValueError(f"{name} is {value!r}: a whole number of {least} or more ({hint}).")
 
 
+def check_settings(threads: Any, max_skipped_steps: Any, staging_bytes: Any, seed: Any, bits: Any) -> None:
+    """Of an optimizer. Raises: ValueError naming the one that is out of range."""
+    check_whole("threads", threads, "None for the physical cores less one")
+    check_whole("max_skipped_steps", max_skipped_steps, "None for no limit")
+    check_whole("staging_bytes", staging_bytes, "two slots are kept in any case")
+    check_whole("seed", seed, "0 is the default", least=0)
+    check_param_bits(bits)
+
+
 def check_param_bits(bits: Mapping[Tensor, int]) -> None:
     """Raises: ValueError unless every key is a parameter and every value a width."""
     for key, width in bits.items():

@@ -372,10 +372,7 @@ class Streamer:
             if luggage is None:
                 place.fetch(self.link)
             else:
-                views = {p: view for (_, p), view in zip(block.params, place.weights.views, strict=True)}
-                slab = self.shelf.weights(block.number)
-                place.weights.ticket = luggage.travel(self.link, place.weights.slot, slab, views)
-                place.weights.there = True
+                place.fetch_updated(self.link, luggage)
             place.is_for(self._round)
             self._there[block] = None
             self.fetches += 1
@@ -400,7 +397,7 @@ class Streamer:
         if self.updates is None or not place.gradient_home or self.updates.done(block.number):
             return None
         assert block.gradient_layer is not None
-        more = block.layer.nbytes + block.gradient_layer.nbytes  # the states are about as large as the weights
+        more = place.link_bytes + block.gradient_layer.nbytes
         seconds = 0.0 if needed else self.link.seconds(more)
         weights: dict[Tensor, Tensor] = {p: home for (_, p), home in zip(block.params, place.home, strict=True)}
         grads: dict[Tensor, Tensor] = dict(zip(block.trained, place.gradient_home, strict=True))

@@ -10,10 +10,11 @@ from test_attachment import assert_at_home, build, checkpoint, run
 from test_attachment_gpu import assert_same_on_gpu
 from test_coded import as_seen
 
-from hf_lowmem import LowMemConfig, LowMemTrainer
+from hf_lowmem import LowMemConfig, LowMemTrainer, deferred
 from hf_lowmem.attachment import attach, streamer_of
 from hf_lowmem.coding import engine_of
 from hf_lowmem.kernels import weights as reference_engine
+from hf_lowmem.link import CudaLink
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")]
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts, for the fixture below
@@ -67,3 +68,33 @@ def test_trainer(tiny, tmp_path, form, dtype, changes) -> None:
     for state, loss in zip(states[1:], losses[1:], strict=True):
         assert tiny.equal_bits(states[0], state)
         assert losses[0] == loss
+
+
+@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 2}], ids=["plain", "accumulated"])
+def test_the_gpu_updates_8_bits_alone_on_the_way(tiny, tmp_path, monkeypatch, changes) -> None:
+    updates, update = [], CudaLink.update
+    monkeypatch.setattr(deferred, "MARGIN", -1)  # whatever the CPU has not begun
+
+    def counted(self, part) -> None:
+        updates.append(part)
+        update(self, part)
+
+    monkeypatch.setattr(CudaLink, "update", counted)
+    runs = []
+    for offload in ("0", "cpu"):
+        model = tiny.model(num_hidden_layers=6, dtype="bfloat16", hidden_size=256, intermediate_size=512)
+        optim_args = f"offload={offload},weights=int8,master_bits=8"
+        args = {"optim": "cpu_adam4bit", "optim_args": optim_args, "use_cpu": False, "max_steps": 8}
+        run = tiny.fit(LowMemTrainer, tmp_path, model=model, **args, **changes)
+        losses = [(log["loss"], log["grad_norm"]) for log in run.state.log_history if "loss" in log]
+        states = [
+            x.cpu()
+            for state in run.optimizer.state_dict()["state"].values()
+            for x in state.values()
+            if isinstance(x, torch.Tensor)
+        ]
+        runs.append((losses, {name: x.cpu() for name, x in run.model.state_dict().items()}, states))
+        assert bool(updates) == (offload == "cpu")
+    assert runs[0][0] == runs[1][0]
+    assert tiny.equal_bits(runs[0][1], runs[1][1])
+    assert all(torch.equal(one, other) for one, other in zip(runs[0][2], runs[1][2], strict=True))
