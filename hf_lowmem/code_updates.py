@@ -17,7 +17,7 @@ from .kernels.adam import AdamTensor, adam_step, state_tensor
 from .kernels.weights import FINDS_CODES, INT8, is_stand_in, shifted
 from .resident import ResidentUpdates
 
-PIECE = 1 << 24  # values that are wide at a time on a GPU
+PIECE = 1 << 25  # values that are wide at a time on a GPU
 UNIT = 256  # values that a piece is a multiple of: the states' blocks
 SALT = 0x3C6EF372FE94F82B  # so that the noise is other than the moments'
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from test_coded import as_seen
 from hf_lowmem import LowMemConfig, LowMemTrainer, deferred
 from hf_lowmem.attachment import attach, streamer_of
 from hf_lowmem.coding import engine_of
+from hf_lowmem.kernels import native_weights
 from hf_lowmem.kernels import weights as reference_engine
 from hf_lowmem.link import CudaLink
 
@@ -72,8 +74,14 @@ def test_trainer(tiny, tmp_path, form, dtype, changes) -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 2}], ids=["plain", "accumulated"])
 def test_the_gpu_updates_8_bits_alone_on_the_way(tiny, tmp_path, monkeypatch, changes) -> None:
-    updates, update = [], CudaLink.update
-    monkeypatch.setattr(deferred, "MARGIN", -1)  # whatever the CPU has not begun
+    updates, update, step = [], CudaLink.update, native_weights.step
+
+    def slow(*args):
+        time.sleep(0.02)  # so that there is something that the CPU has not begun
+        return step(*args)
+
+    monkeypatch.setattr(native_weights, "step", slow)
+    monkeypatch.setattr(deferred, "MARGIN", -1)
 
     def counted(self, part) -> None:
         updates.append(part)
