@@ -1,0 +1,187 @@
+"""``AdamStates``: what an AdamW of ours holds of each parameter: made, moved, saved and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import rules
+from . import state as states
+from .code_updates import CodeUpdates, drop_codes, take_codes, with_codes
+from .deferred import Deferred
+from .host import HostUpdates
+from .resident import ResidentUpdates, state_in_ram
+from .rules import SMALLEST_LOW_BIT, check_group
+
+FORMAT = 1  # of the state dict
+Work = tuple[Tensor, dict[str, Any], str]  # a parameter, its group and its name
+
+
+class AdamStates(torch.optim.Optimizer):
+    """Holds the states and masters of parameters, in host RAM or on their device; ``LowBitAdamW`` steps them."""
+
+    _param_bits: dict[Tensor, int]
+    _on_device: set[Tensor]
+
+    def _reset_runtime(self) -> None:
+        self._host = HostUpdates()
+        self._deferred.forget()
+        self._resident = ResidentUpdates()
+        self._grad_scale = 1.0
+        self._grads_finite: bool | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._deferred.wait()
+        left_out = {"_host", "_codes", "_deferred", "_resident", "_on_device", "_grad_scale", "_grads_finite"}
+        # A scheduler puts its wrapper of `step` into the instance: it is bound to this one, so it stays here too.
+        return {
+            key: value
+            for key, value in self.__dict__.items()
+            if key not in left_out and not key.endswith("_hooks") and not callable(value)
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._deferred, self._on_device, self._codes = Deferred(), set(), CodeUpdates()
+        self._reset_runtime()
+
+    @torch._disable_dynamo
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters, for example ones unfrozen late; see torch.optim.Optimizer.add_param_group."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_group(group)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    def use_codes(self, codes: Mapping[Tensor, tuple[Tensor, Tensor]]) -> None:
+        """Says which weights rest in 8 bits alone, and where; see ``code_updates``. Their states move there.
+
+        Args:
+            codes: of parameters, codes and scales of form ``int8``, which steps change; they replace earlier ones.
+        """
+        self._deferred.wait()
+        self._codes.codes = dict(codes)
+        for p, *_ in self._named():
+            if p in self._codes and self.state.get(p):
+                take_codes(self.state[p], self._codes.codes[p])
+
+    def widths(self) -> dict[Tensor, tuple[int, int | None]]:
+        """Of each parameter, the bits of a moment, and those of its master; None for an fp32 weight."""
+        return {p: (self._bits(p, group), self._wants(p, group)) for p, group, _ in self._named()}
+
+    @torch.no_grad()
+    def about_to_move(self, params: Iterable[Tensor]) -> None:
+        """Says that somebody is going to move these parameters to another device or place, with their values.
+
+        Masters are made to fit the weights as they are now; where those lie is forgotten.
+
+        Args:
+            params: to be moved before the next step.
+        """
+        self._deferred.wait()
+        moved = set(params)
+        work = [(p, group, "") for p, group, _ in self._named() if p in moved and self.state.get(p)]
+        self._prepare([item for item in work if item[0] in self._host.homes])
+        for p, group, _ in work:
+            if p in self._codes:
+                self.state[p].update(state_in_ram(self.state[p]))
+            if self._resident.knows(p):
+                self._resident.prepare(p, self.state[p], self._wants(p, group))
+                self.state[p].update(state_in_ram(self.state[p]))  # at once: the device may need the room
+        for p in moved:
+            self._host.homes.forget(p)
+            self._resident.forget(p)
+
+    def _stays(self, p: Tensor, group: Mapping[str, Any]) -> bool:
+        return p in self._on_device and p.is_contiguous() and self._wants(p, group) != 32
+
+    def _named(self) -> Iterable[Work]:
+        number = 0
+        for group in self.param_groups:
+            names = group.get("param_names")
+            for i, p in enumerate(group["params"]):
+                yield p, group, names[i] if names else f"parameter {number}"
+                number += 1
+
+    def _prepare(self, work: list[Work]) -> None:
+        """Makes states and homes that do not exist yet, and takes weights anew that somebody else has written."""
+        self._make_states(work)
+        found = []
+        for p, group, _ in work:
+            state, wanted = self.state[p], self._wants(p, group)
+            if p in self._codes:
+                take_codes(state, self._codes.codes[p])
+                continue
+            drop_codes(state)
+            if self._resident.knows(p):  # it was updated on its device so far
+                self._resident.prepare(p, state, wanted)
+                self._resident.forget(p)
+            if not state["m"].is_cpu:
+                state.update(state_in_ram(state))
+            found.append((p, state, wanted))
+        self._host.homes.prepare(found)
+
+    def _make_states(self, work: list[Work]) -> None:
+        numbers: dict[Tensor, int] = {}
+        for p, group, _ in work:
+            if not self.state[p]:
+                numbers = numbers or {q: i for i, (q, _, _) in enumerate(self._named())}
+                self.state[p] = states.new_state(p.numel(), self._bits(p, group), numbers[p])
+
+    def _bits(self, p: Tensor, group: Mapping[str, Any]) -> int:
+        return 32 if p.numel() < SMALLEST_LOW_BIT else self._param_bits.get(p, group["state_bits"])
+
+    def _wants(self, p: Tensor, group: Mapping[str, Any]) -> int | None:
+        """Bits of the master that a parameter is to have; None for an fp32 weight, which is its own."""
+        return None if p.dtype is torch.float32 or p in self._codes else group["master_bits"]
+
+    # -- saving, loading, counting ----------------------------------------------------------------------------------
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` gave, of this class or of torch.optim.AdamW, into memory of our own.
+
+        States of fewer bits are widened (4 to 8 to 32, a 24-bit master to 32); the widths of this optimizer stay. The
+        weights are read at the next step, so it does not matter whether the model is loaded before or after.
+
+        Raises:
+            ValueError: groups or parameters that do not match, a damaged state, or one of more bits than this
+                optimizer has. Nothing has changed then.
+        """
+        self._deferred.wait()
+        self._codes.look(self._named())
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        groups = rules.loaded_groups(state_dict, self.param_groups, FORMAT)
+        ids = [i for g in state_dict["param_groups"] for i in g["params"]]
+        loaded: dict[Tensor, states.State] = {}
+        for number, (key, (p, group, name)) in enumerate(zip(ids, self._named(), strict=True)):
+            if key in state_dict["state"]:
+                bits, master = self._bits(p, group), 8 if p in self._codes else self._wants(p, group)
+                saved = state_dict["state"][key]
+                loaded[p] = states.load_state(saved, p.numel(), bits, master, number, name)
+                if p in self._codes:
+                    loaded[p] = with_codes(loaded[p], saved, self._codes.codes[p], name)
+        self.param_groups = groups
+        self.state.clear()
+        self.state.update(loaded)
+        self._host.stagings.close()
+        self._reset_runtime()
+        self.use_codes(self._codes.codes)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See torch.optim.Optimizer.state_dict."""
+        self._deferred.wait()
+        saved = super().state_dict()
+        return {**saved, "state": {key: state_in_ram(state) for key, state in saved["state"].items()}}
+
+    def nbytes(self) -> dict[str, int]:
+        """What it holds so far: number of ``parameters``, bytes of their ``states`` and ``master``."""
+        return states.held(self.state)
