@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from . import rules
 from . import state as states
 from .code_updates import CodeUpdates, drop_codes, take_codes, with_codes
 from .deferred import Deferred
+from .drive_states import DriveStates, Extents, grouped, layer_of
 from .host import HostUpdates
 from .resident import ResidentUpdates, state_in_ram
 from .rules import SMALLEST_LOW_BIT, check_group
@@ -25,6 +26,7 @@ class AdamStates(torch.optim.Optimizer):
 
     _param_bits: dict[Tensor, int]
     _on_device: set[Tensor]
+    _drive: DriveStates | None
 
     def _reset_runtime(self) -> None:
         self._host = HostUpdates()
@@ -34,8 +36,8 @@ class AdamStates(torch.optim.Optimizer):
         self._grads_finite: bool | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        self._deferred.wait()
-        left_out = {"_host", "_codes", "_deferred", "_resident", "_on_device", "_grad_scale", "_grads_finite"}
+        self._leave_drive()
+        left_out = {"_host", "_codes", "_deferred", "_resident", "_on_device", "_drive", "_grad_scale", "_grads_finite"}
         # A scheduler puts its wrapper of `step` into the instance: it is bound to this one, so it stays here too.
         return {
             key: value
@@ -45,7 +47,7 @@ class AdamStates(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._deferred, self._on_device, self._codes = Deferred(), set(), CodeUpdates()
+        self._deferred, self._on_device, self._codes, self._drive = Deferred(), set(), CodeUpdates(), None
         self._reset_runtime()
 
     @torch._disable_dynamo
@@ -69,6 +71,7 @@ class AdamStates(torch.optim.Optimizer):
         self._codes.codes = dict(codes)
         for p, *_ in self._named():
             if p in self._codes and self.state.get(p):
+                self._bring(self._deferred.groups.get(p))
                 take_codes(self.state[p], self._codes.codes[p])
 
     def widths(self) -> dict[Tensor, tuple[int, int | None]]:
@@ -86,6 +89,8 @@ class AdamStates(torch.optim.Optimizer):
         """
         self._deferred.wait()
         moved = set(params)
+        for number in {self._deferred.groups.get(p) for p in moved} - {None}:
+            self._bring(number)
         work = [(p, group, "") for p, group, _ in self._named() if p in moved and self.state.get(p)]
         self._prepare([item for item in work if item[0] in self._host.homes])
         for p, group, _ in work:
@@ -109,8 +114,75 @@ class AdamStates(torch.optim.Optimizer):
                 yield p, group, names[i] if names else f"parameter {number}"
                 number += 1
 
+    # -- states on a drive ------------------------------------------------------------------------------------------
+    def use_drive(
+        self,
+        make: Callable[[Mapping[str, int]], Extents],
+        numbers: Iterable[int],
+        buffer: Callable[[int], Tensor],
+        buffers: int = 4,
+    ) -> None:
+        """Has the states and masters of some deferred groups rest on a drive; see ``DriveStates``.
+
+        They are on the "meta" device there: ``state_dict`` has their data. What belongs to no such group stays in RAM,
+        and so does a group some of whose parameters have no gradient.
+
+        Args:
+            make, buffer, buffers: see ``DriveStates``.
+            numbers: of groups that were given to ``defer``; they replace earlier ones.
+        """
+        self._leave_drive()
+        widths, layers = self.widths(), {}
+        for number in numbers:
+            members = [p for p in self._deferred.members[number] if p in widths and p.numel()]
+            layers[number] = layer_of([states.shape_of(p.numel(), *widths[p]) for p in members])
+        self._drive = DriveStates(make, layers, buffer, buffers)
+
+    def _of_group(self, number: int) -> dict[Tensor, states.State]:
+        """The states of a group, by parameter; of those that have one."""
+        return {p: self.state[p] for p in self._deferred.members.get(number, ()) if self.state.get(p)}
+
+    def _rests(self, number: int | None) -> bool:
+        return self._drive is not None and number is not None and self._drive.holds(number, self._of_group(number))
+
+    def _bring(self, number: int | None) -> None:
+        if self._drive is not None and number is not None and number in self._drive:
+            self._deferred.wait(number)
+            self._drive.bring(number, self._of_group(number))
+
+    def _leave_drive(self) -> None:
+        """Has all states be in RAM."""
+        self._deferred.wait()
+        if self._drive is not None:
+            for number in self._deferred.members:
+                self._bring(number)
+            drive, self._drive = self._drive, None
+            drive.end()
+
     def _prepare(self, work: list[Work]) -> None:
-        """Makes states and homes that do not exist yet, and takes weights anew that somebody else has written."""
+        """Makes states and homes that do not exist yet, and takes weights anew that somebody else has written.
+
+        Group by group where states rest on a drive, so that no more than one group's are in RAM.
+        """
+        if self._drive is None:
+            self._prepare_in_ram(work)
+            return
+        items = {item[0]: item for item in work}
+        for number, params in grouped(items, self._deferred.groups).items():
+            these = [items[p] for p in params]
+            if self._rests(number) and all(self._is_current(p, group) for p, group, _ in these):
+                continue
+            self._bring(number)
+            self._prepare_in_ram(these)
+            if number is not None and number in self._drive:
+                self._drive.put(number, self._of_group(number))
+
+    def _is_current(self, p: Tensor, group: Mapping[str, Any]) -> bool:
+        if p in self._codes:
+            return self.state[p].get("codes") is self._codes.codes[p][0]
+        return self._host.homes.is_current(p, self.state[p], self._wants(p, group))
+
+    def _prepare_in_ram(self, work: list[Work]) -> None:
         self._make_states(work)
         found = []
         for p, group, _ in work:
@@ -168,6 +240,8 @@ class AdamStates(torch.optim.Optimizer):
                 if p in self._codes:
                     loaded[p] = with_codes(loaded[p], saved, self._codes.codes[p], name)
         self.param_groups = groups
+        if self._drive is not None:
+            self._drive.forget()
         self.state.clear()
         self.state.update(loaded)
         self._host.stagings.close()
@@ -180,7 +254,13 @@ class AdamStates(torch.optim.Optimizer):
         """See torch.optim.Optimizer.state_dict."""
         self._deferred.wait()
         saved = super().state_dict()
-        return {**saved, "state": {key: state_in_ram(state) for key, state in saved["state"].items()}}
+        found, ids = dict(saved["state"]), [i for group in saved["param_groups"] for i in group["params"]]
+        key_of = {p: key for key, (p, *_) in zip(ids, self._named(), strict=True)}
+        for number in self._deferred.members:
+            if self._drive is not None and self._rests(number):
+                for p, tensors in self._drive.copies(number).items():
+                    found[key_of[p]] = {**found[key_of[p]], **tensors}
+        return {**saved, "state": {key: state_in_ram(state) for key, state in found.items()}}
 
     def nbytes(self) -> dict[str, int]:
         """What it holds so far: number of ``parameters``, bytes of their ``states`` and ``master``."""

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .drive_states import layer_of, tensors_of
 from .late import LateUpdates
-from .layer import Layer, Spec
+from .layer import Spec
 from .link import ALIGN, Link, Slot
 from .memory import PinnedArena, trim
 from .state import State
@@ -24,7 +25,6 @@ from .state import State
 Work = Sequence[tuple[Tensor, Mapping[str, Any], Tensor, int]]
 Weight = Tensor | tuple[Tensor, Tensor]  # or codes and scales
 Engine = Callable[[Tensor, Mapping[str, Any], State, Weight, Tensor, int], object]
-CODES = ("codes", "scale")  # of a weight that exists in few bits alone: they are in its state, and lie with the weights
 
 # A GPU takes an update only if it has it so many times sooner than the CPU: what it copies slows the CPU. Measured on
 # 16 cores beside an H200: 9.1 G parameters/s with copies down alone, 6.7 with copies both ways, which bring 2 or 3.
@@ -40,8 +40,7 @@ class StateSlab:
     """
 
     def __init__(self, states: Sequence[State], pin: bool) -> None:
-        tensors = [(f"{i} {key}", x) for i, state in enumerate(states) for key, x in _tensors(state).items()]
-        layer = Layer.of(tensors)
+        layer = layer_of(states)
         self._specs: list[dict[str, Spec]] = [{} for _ in states]
         for spec in layer.specs:
             self._specs[int(spec.name.split()[0])][spec.name.split()[1]] = spec
@@ -54,7 +53,7 @@ class StateSlab:
                 place = torch.frombuffer(memory, dtype=spec.dtype, count=state[key].numel(), offset=spec.offset)
                 place.copy_(state[key])
                 state[key] = place
-        self._places = [(set(state), _tensors(state)) for state in states]
+        self._places = [(set(state), tensors_of(state)) for state in states]
 
     def holds(self, states: Sequence[State]) -> bool:
         """Whether the tensors of these states are the ones that lie here, and no others."""
@@ -100,10 +99,6 @@ def guarded(job: Job, grads: Sequence[Tensor]) -> Job:
         check()
 
     return watched
-
-
-def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {key: x for key, x in state.items() if isinstance(x, Tensor) and key not in CODES}
 
 
 @dataclass(frozen=True)
@@ -196,13 +191,14 @@ class Deferred:
     so the CPU leaves them to the end of its queue where a GPU will take them.
 
     Attributes:
-        groups: the number of each parameter that is deferred.
+        groups, members: the number of each parameter that is deferred, and the parameters of each number.
         travels: so many groups at the beginning a GPU is expected to take; 0: it takes none at all.
         then: is called with a group's number when the CPU has done its update, before others may see it.
     """
 
     def __init__(self) -> None:
         self.groups: dict[Tensor, int] = {}
+        self.members: dict[int, list[Tensor]] = {}
         self.travels = 0
         self.then: Callable[[int], object] | None = None
         self._late = LateUpdates()
@@ -218,7 +214,8 @@ class Deferred:
         """Replaces the groups, once earlier updates are done."""
         self.wait()
         self.then = then
-        self.groups = {p: number for number, group in enumerate(groups) for p in group}
+        self.members = {number: list(group) for number, group in enumerate(groups)}
+        self.groups = {p: number for number, group in self.members.items() for p in group}
         self.travels = travels
         numbers = set(self.groups.values()) if travels else set()
         self._slabs = {number: slab for number, slab in self._slabs.items() if number in numbers}

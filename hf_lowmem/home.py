@@ -120,6 +120,12 @@ class Homes:
             self._of[p] = Home(resident, resident, mark(p))
             take_weight(p, state, self._of[p], None, wanted)
 
+    def is_current(self, p: Tensor, state: State, wanted: int | None) -> bool:
+        """Whether ``prepare`` would leave a parameter in RAM, its home and its master as they are."""
+        home = self._of.get(p)
+        kept = home is not None and home.copy is None and home.seen == mark(p) and wanted == _master_bits(p, state)
+        return kept and p.device.type == "cpu" and p.is_contiguous()
+
     def written(self, params: Iterable[Tensor]) -> None:
         """Remembers what parameters are like after the last write of a step: pieces of one tensor share its counter."""
         for p in params:

@@ -94,6 +94,7 @@ class LowBitAdamW(AdamStates):
         self._deferred = Deferred()
         self._on_device: set[Tensor] = set()
         self._codes = CodeUpdates()
+        self._drive = None
         self._reset_runtime()
         defaults = {
             "lr": lr,
@@ -130,6 +131,7 @@ class LowBitAdamW(AdamStates):
                 taken rest in pinned memory.
             then: called in the thread that has updated a group, with its number, before ``wait`` returns.
         """
+        self._leave_drive()
         self._deferred.set_groups(groups, travels, then)
 
     def keep_on_device(self, params: Iterable[Tensor]) -> None:
@@ -243,6 +245,8 @@ class LowBitAdamW(AdamStates):
         """Returns when every weight that a step has written is where its parameter is."""
         self._deferred.wait()
         self._host.stagings.synchronize()
+        if self._drive is not None:
+            self._drive.synchronize()
 
     @property
     def skipped_blocks(self) -> int:
@@ -280,25 +284,40 @@ class LowBitAdamW(AdamStates):
             state["step"] = step = state["step"] + 1
             work.append((p, today[id(group)], grad, step))
         self._host.homes.written(p for p, *_ in items if p not in self._codes)
+        drive = self._drive if self._rests(number) else None
 
         def job(start: int, ending: Callable[[], object] | None) -> None:
             try:
                 if arrived is not None:
                     arrived()
-                tensors, skipped = [], []
-                for p, group, grad, step in work[start:]:
-                    if p in self._codes:
-                        skipped.append(self._step_codes(p, group, grad, scale, step))
-                    else:
-                        tensors.append(self._host.tensor((p, group, self.state[p]), grad, self.seed, scale, step))
-                skipped.append(native.adam_step(tensors, self.threads, ending if tensors else None))
-                self._skipped_in_ram.extend(filter(None, skipped))
+                if drive is None:
+                    step_all(start, {}, ending)
+                    return
+                found, done = drive.open(number), False
+                try:
+                    step_all(start, found, ending)
+                    done = True
+                finally:
+                    drive.close(number, changed=done)
             finally:
                 if used is not None:
                     used()
 
+        def step_all(start: int, there: Mapping[Tensor, Any], ending: Callable[[], object] | None) -> None:
+            tensors, skipped = [], []
+            for p, group, grad, step in work[start:]:
+                state = {**self.state[p], **there.get(p, {})}
+                if p in self._codes:
+                    skipped.append(self._step_codes(p, group, grad, scale, step, state))
+                else:
+                    tensors.append(self._host.tensor((p, group, state), grad, self.seed, scale, step))
+            skipped.append(native.adam_step(tensors, self.threads, ending if tensors else None))
+            self._skipped_in_ram.extend(filter(None, skipped))
+
         luggage, stays = None, any(p in self._host.homes and self._host.homes[p].copy is not None for p, *_ in items)
-        if arrived is None and self._deferred.travels and not stays:
+        if drive is not None:
+            drive.enqueue(number)
+        if arrived is None and self._deferred.travels and not stays and drive is None:
             engine = partial(self._step_there, scale)
             luggage = self._deferred.pack(number, work, [self.state[p] for p, *_ in items], engine)
         self._deferred.add(number, job, [grad for *_, grad in items], arrived is None, luggage)

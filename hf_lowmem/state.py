@@ -25,16 +25,32 @@ from . import codec
 State = dict[str, Any]
 
 
-def new_state(n: int, bits: int, index: int) -> State:
+def new_state(n: int, bits: int, index: int, device: str = "cpu") -> State:
     """The state before the first step of a parameter of ``n`` values, without its master."""
     state: State = {"step": 0, "index": index, "bits": bits}
     if bits == 32:
-        state["m"], state["v"] = torch.zeros(n), torch.zeros(n)
+        state["m"], state["v"] = torch.zeros(n, device=device), torch.zeros(n, device=device)
         return state
-    form = codec.STATES[bits]
-    state["m"] = torch.full((form.nbytes(n),), form.zero, dtype=torch.uint8)
-    state["v"] = torch.zeros(form.nbytes(n), dtype=torch.uint8)
-    state["m_scale"], state["v_scale"] = torch.zeros(form.blocks(n)), torch.zeros(form.blocks(n))
+    form, blocks = codec.STATES[bits], codec.STATES[bits].blocks(n)
+    state["m"] = torch.full((form.nbytes(n),), form.zero, dtype=torch.uint8, device=device)
+    state["v"] = torch.zeros(form.nbytes(n), dtype=torch.uint8, device=device)
+    state["m_scale"], state["v_scale"] = torch.zeros(blocks, device=device), torch.zeros(blocks, device=device)
+    return state
+
+
+def shape_of(n: int, bits: int, master: int | None) -> State:
+    """What a state will hold, without data.
+
+    Args:
+        n: values of the parameter.
+        bits: of a moment.
+        master: bits of the master of a 16-bit weight; None for a weight that is its own.
+    """
+    state = new_state(n, bits, 0, "meta")
+    if master == 24:
+        state["extension"] = torch.empty(n, dtype=torch.int8, device="meta")
+    elif master == 32:
+        state["master"] = torch.empty(n, device="meta")
     return state
 
 

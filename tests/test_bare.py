@@ -9,6 +9,7 @@ import torch
 from counted_memory import auto
 from test_attachment import CHECKPOINTING, assert_at_home, assert_same, build, checkpoint, link, run  # noqa: F401
 from test_coded import as_seen
+from test_drive_states import Extents, buffer
 from test_streamed_trainer import fit, history
 
 from hf_lowmem import (
@@ -299,3 +300,27 @@ def test_a_resumed_run_with_other_masters_is_refused_before_anything_changes(tin
             **settings,
         )
     assert tiny.equal_bits(before, tiny.weights(model))
+
+
+@pytest.mark.parametrize("isa", ["core", native.TORCH])
+def test_states_on_a_drive(tiny, monkeypatch, isa) -> None:
+    if isa == native.TORCH:
+        monkeypatch.setenv("HF_LOWMEM_ISA", isa)
+    runs = []
+    for rests in (True, False):
+        model, streamer = bare(tiny, debug=True)
+        optimizer = create_optimizer(model, LowMemConfig(), lr=1e-2)
+        overlap(streamer, optimizer)
+        if rests:
+            optimizer.use_drive(Extents, range(1, 4), buffer)
+        losses = losses_of(model, optimizer)
+        optimizer.synchronize()
+        assert sum(state["m"].is_meta for state in optimizer.state.values()) == rests * 3 * len(
+            streamer.blocks[0].params
+        )
+        states = optimizer.state_dict()["state"]
+        found = {f"{i} {name}": x for i, state in states.items() for name, x in state.items()} | model.state_dict()
+        runs.append((losses, {name: torch.as_tensor(x).clone() for name, x in found.items()}))
+    assert runs[0][0] == runs[1][0]
+    assert runs[0][1].keys() == runs[1][1].keys()
+    assert not [name for name, x in runs[0][1].items() if not torch.equal(x, runs[1][1][name])]

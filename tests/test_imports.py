@@ -67,7 +67,7 @@ MAY_IMPORT = {
     "scaler": set(),
     "again": set(),
     "loss": {"head"},
-    "deferred": {"kernels.adam", "late", "layer", "link", "memory", "state"},
+    "deferred": {"drive_states", "kernels.adam", "late", "layer", "link", "memory", "state"},
     "home": {"codec", "memory", "staging", "state"},
     "resident": {"home", "kernels.adam", "kernels.native", "kernels.triton_adam", "kernels.weights", "layer", "state"},
     "rules": set(),
@@ -83,7 +83,8 @@ MAY_IMPORT = {
         "kernels.weights",
         "resident",
     },
-    "adam_states": {"code_updates", "deferred", "host", "resident", "rules", "state"},
+    "adam_states": {"code_updates", "deferred", "drive_states", "host", "resident", "rules", "state"},
+    "drive_states": {"layer", "state"},
     "optim": {
         "adam_states",
         "code_updates",
