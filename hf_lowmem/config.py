@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -101,6 +102,9 @@ class LowMemConfig:
             free there. torch is told to stay within it.
         cpu_memory: what may rest in host memory: weights, masters, states and gradients of streamed blocks. None: what
             the machine has.
+        nvme_path: a folder on a solid-state drive, or several on several drives (a list, or with ";" between them), for
+            optimizer states and masters of streamed blocks that ``cpu_memory`` has no room for. None: nothing rests on
+            a drive.
         offload_activations: whether the inputs of the blocks, which gradient checkpointing keeps for backward, wait in
             host memory. None: only where ``offload="auto"`` finds no room for them.
         gradient_dtype: ``"model"``: gradients have the weights' dtype, as torch has it. ``"fp32"``: four bytes a
@@ -158,6 +162,9 @@ class LowMemConfig:
     )
     gpu_memory: str | None = field(default=None, metadata={"help": "GPU memory to take, such as 24GB."})
     cpu_memory: str | None = field(default=None, metadata={"help": "Host memory for what is offloaded, such as 64GB."})
+    nvme_path: list[str] | None = field(
+        default=None, metadata={"help": "Folders on solid-state drives, for states that RAM has no room for."}
+    )
     offload_activations: bool | None = field(
         default=None, metadata={"help": "Keep checkpointed block inputs in RAM; default: where auto finds no room."}
     )
@@ -205,10 +212,26 @@ class LowMemConfig:
             size = getattr(self, name)
             if size is not None and parse_bytes(size, name) < 10**4:
                 raise ValueError(f'{name}={size!r} is {size} bytes: write a unit, such as "{size}GB"')
+        self._check_folders()
         if not isinstance(self.offload_activations, bool | None):
             raise ValueError(
                 f"offload_activations={self.offload_activations!r} is neither true nor false: write "
                 "offload_activations=true, or leave it out"
+            )
+
+    def _check_folders(self) -> None:
+        given = self.nvme_path
+        if given is None:
+            return
+        parts = given.split(";") if isinstance(given, str) else given if isinstance(given, Sequence) else [given]
+        folders = [part.strip() if isinstance(part, str) else os.fspath(part) for part in parts]
+        self.nvme_path = [folder for folder in folders if folder]
+        if not self.nvme_path:
+            raise ValueError(f"nvme_path={given!r} names no folder: write one on each drive, or leave it out")
+        if not self.offload_share:
+            raise ValueError(
+                f'nvme_path={given!r} is for what is streamed, and offload="{self.offload}" streams nothing: write '
+                'offload="auto" or offload="cpu" too'
             )
 
     @property
@@ -391,12 +414,12 @@ def _value(key: str, value: Any) -> Any:
         "weights",
     ):
         return value
-    optional = ("threads", "seed", "gpu_memory", "cpu_memory", "offload_activations", "micro_batch_size")
+    optional = ("threads", "seed", "gpu_memory", "cpu_memory", "nvme_path", "offload_activations", "micro_batch_size")
     if key in optional and value.lower() == "none":
         return None
     if key in ("debug", "offload_activations"):
         return {"true": True, "false": False}.get(value.lower(), value)
-    if key in ("gpu_memory", "cpu_memory"):
+    if key in ("gpu_memory", "cpu_memory", "nvme_path"):
         return value
     try:
         return int(value)

@@ -29,10 +29,10 @@ class Ticket(Protocol):
 
 
 class Extents(Protocol):
-    """Places on drives, by key; see ``store.Store``. What is read is what was written last."""
+    """Places on drives, by key; see ``store.Store``. A read of another version than the one written last fails."""
 
-    def read(self, key: str, buffer: Tensor) -> Ticket: ...
-    def write(self, key: str, buffer: Tensor) -> Ticket: ...
+    def read(self, key: str, buffer: Tensor, version: int) -> Ticket: ...
+    def write(self, key: str, buffer: Tensor, version: int) -> Ticket: ...
     def close(self) -> None: ...
 
 
@@ -74,6 +74,7 @@ class DriveStates:
         self._free = [buffer(size) for _ in range(buffers if layers else 0)]
         self._lock = threading.Condition()
         self._resting: dict[int, dict[Tensor, dict[str, Tensor]]] = {}  # what stands in for each state's tensors
+        self._versions = dict.fromkeys(self._layers, 0)  # writes of each group so far
         self._open: dict[int, Tensor] = {}
         self._coming: tuple[int, Tensor, Ticket] | None = None
         self._writing: deque[tuple[Tensor, Ticket]] = deque()
@@ -132,7 +133,7 @@ class DriveStates:
                 self._queue.remove(number)
         buffer = self._take() if coming is None else coming[1]
         try:
-            ticket = self._extents.read(str(number), self._part(number, buffer)) if coming is None else coming[2]
+            ticket = self._read(number, buffer) if coming is None else coming[2]
             self._read_ahead()
             ticket.wait()
         except BaseException:
@@ -190,6 +191,9 @@ class DriveStates:
     def _part(self, number: int, buffer: Tensor) -> Tensor:
         return buffer[: self._layers[number].nbytes]
 
+    def _read(self, number: int, buffer: Tensor) -> Ticket:
+        return self._extents.read(str(number), self._part(number, buffer), self._versions[number])
+
     def _take(self) -> Tensor:
         """A free buffer; waits for the earliest write, or for who has one."""
         while True:
@@ -215,7 +219,8 @@ class DriveStates:
 
     def _write(self, number: int, buffer: Tensor) -> None:
         try:
-            ticket = self._extents.write(str(number), self._part(number, buffer))
+            self._versions[number] += 1
+            ticket = self._extents.write(str(number), self._part(number, buffer), self._versions[number])
         except BaseException:
             self._give_back(buffer)
             raise
@@ -235,7 +240,7 @@ class DriveStates:
                 return
             number, buffer = self._queue.popleft(), self._free.pop()
             try:
-                self._coming = number, buffer, self._extents.read(str(number), self._part(number, buffer))
+                self._coming = number, buffer, self._read(number, buffer)
             except BaseException:
                 self._free.append(buffer)
                 self._queue.appendleft(number)

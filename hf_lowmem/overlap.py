@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from transformers.trainer import Trainer
 from transformers.trainer_callback import TrainerCallback
 
+from .buffers import aligned
 from .optim import LowBitAdamW
+from .plan import PASSING_STATES, Footprint, Rest, footprint
 from .resident import kinds_of, why_not
+from .store import Store
 from .stream import Streamer
 
 
@@ -94,6 +97,48 @@ def overlap(streamer: Streamer, optimizer: Any, travels: bool | None = None) -> 
     optimizer.use_codes(streamer.codes())
     streamer.updates = optimizer
     return keep_on_device(optimizer)
+
+
+def rest_on_drives(
+    streamer: Streamer,
+    optimizer: LowBitAdamW,
+    folders: Sequence[str],
+    outside: Footprint,
+    ram_budget: int,
+    *,
+    on_device: bool,
+    gradients_rest: bool,
+) -> int:
+    """Has states and masters of streamed blocks rest on drives, as far as RAM has no room for them; after ``overlap``.
+
+    Args:
+        folders: one on each drive.
+        outside: of what is not streamed.
+        ram_budget: bytes.
+        on_device: whether the optimizer keeps states where their parameters are.
+        gradients_rest: whether gradients wait at home for the step.
+
+    Returns: of how many blocks.
+
+    Raises: what ``Store`` does: a folder that is none, or has no room.
+    """
+    widths, others, numbers, homes = optimizer.widths(), Footprint(), [], []
+    for block in streamer.blocks:
+        size = footprint([p for _, p in block.params], widths, block.nbytes_of)
+        if not block.kept:
+            numbers.append(block.number)
+            gradients = size.gradients if gradients_rest else 0
+            homes.append(Footprint(size.weights + block.copied_bytes, size.masters, size.states, gradients))
+        elif not on_device:
+            others += Footprint(size.weights, size.masters, size.states)
+    if not on_device and streamer.link.device.type != "cpu":
+        others += Footprint(outside.weights, outside.masters, outside.states)
+    rest = Rest.of(homes, others, ram_budget, True)
+    if rest.blocks:
+        places = partial(Store, list(folders), slots=1)  # weights are in RAM, so no crash leaves a whole step anyway
+        there = numbers[-rest.blocks :]
+        optimizer.use_drive(places, there, lambda nbytes: aligned([nbytes])[0], PASSING_STATES)
+    return rest.blocks
 
 
 def keep_on_device(optimizer: LowBitAdamW) -> bool:

@@ -20,7 +20,7 @@ from .block import Block
 from .code_updates import PIECE
 from .memory import use_expandable_segments
 from .optim import LowBitAdamW
-from .plan import Footprint, Plan, footprint, readable, spread
+from .plan import Footprint, Plan, Rest, footprint, readable, spread
 from .stream import Streamer
 
 CONTEXT = 600 * 10**6  # bytes of the GPU that CUDA itself takes in a process
@@ -131,6 +131,7 @@ def check_budgets(
     movable: bool,
     on_device: bool,
     gradients_rest: bool,
+    drive: bool = False,
 ) -> None:
     """Says before the first step what cannot fit whatever the batch: the arithmetic without activations.
 
@@ -140,6 +141,7 @@ def check_budgets(
         movable: whether blocks may be kept on the GPU where RAM is short.
         on_device: whether the optimizer keeps states where their parameters are.
         gradients_rest: whether gradients wait at home for the step.
+        drive: whether states that RAM has no room for go to a drive.
 
     Raises: DoesNotFit.
     """
@@ -156,12 +158,13 @@ def check_budgets(
     def plan(streamed: int) -> Plan:
         chosen = set(spread(count, Fraction(streamed, count)))
         there = sum((sizes[i] for i in range(count) if i not in chosen), outside)
-        home = sum((sizes[i] + Footprint(weights=copied[i]) for i in chosen), Footprint())
+        homes, others = [sizes[i] + Footprint(weights=copied[i]) for i in sorted(chosen)], Footprint()
         if not on_device:
-            home += Footprint(there.weights, there.masters, there.states, 0)
+            others = Footprint(there.weights, there.masters, there.states, 0)
             there = Footprint(weights=there.weights, gradients=there.gradients)
+        rest = Rest.of(homes, others, ram_budget, drive)
         passing = (largest if streamed or seen else 0) + max(0, min(streamed - 1, streamer.ahead)) * behind
-        return Plan(count, streamed, there, home, passing, gpu_budget, ram_budget)
+        return Plan(count, streamed, there, rest.in_ram, passing, gpu_budget, ram_budget, rest.on_drive, rest.passing)
 
     plans = [plan(streamed) for streamed in (range(count, -1, -1) if movable else [count])]
     if any(p.fits for p in plans):
@@ -169,6 +172,8 @@ def check_budgets(
     best = min(plans, key=lambda p: p.lacking)
     gpu, ram = best.on_gpu, best.in_ram
     hints = {"max_grad_norm=0": (0, ram.gradients), "master_bits=16": (gpu.masters, ram.masters)}
+    if not drive:
+        hints["nvme_path"] = (0, ram.masters + ram.states)
     homes = [streamer.blocks[i] for i in spread(count, Fraction(best.streamed, count))]
     if all(form.bits == 8 and not block.bare for block in homes for form in block.forms.values()):
         hints["master_bits=8"] = (0, sum(p.nbytes for block in homes for p in block.forms) + bool(seen) * ram.masters)
@@ -204,6 +209,7 @@ class Placement:
         on_device: whether the optimizer keeps states where their parameters are.
         ram_budget: bytes of host memory for what is streamed; None: any.
         report: takes what is to be told to the user.
+        drive: whether states that RAM has no room for go to a drive.
         offload_inputs: has the inputs of checkpointed blocks wait in RAM, if that lets more blocks stay than it costs;
             it returns of how many blocks. None: they stay where they are.
 
@@ -222,10 +228,11 @@ class Placement:
         ram_budget: int | None = None,
         report: Callable[[str], None] = print,
         offload_inputs: Callable[[], int] | None = None,
+        drive: bool = False,
     ) -> None:
         self.streamer, self.optimizer, self.memory, self.report = streamer, optimizer, memory, report
         self.plan: Plan | None = None
-        self._moved, self._on_device, self._ram_budget = moved, on_device, ram_budget
+        self._moved, self._on_device, self._ram_budget, self._drive = moved, on_device, ram_budget, drive
         self._outside, self._offload_inputs = outside, offload_inputs
         widths = optimizer.widths()
         self._sizes = [footprint([p for _, p in block.params], widths, block.nbytes_of) for block in streamer.blocks]
@@ -327,12 +334,14 @@ class Placement:
         on_gpu = Footprint(
             outside.weights + there.weights, outside.masters + there.masters, outside.states + there.states, gradients
         )
-        in_ram = sum((self._sizes[i] + Footprint(weights=self._copied[i]) for i in chosen), Footprint())
+        others = Footprint()
         if not self._on_device:
             elsewhere = sum((self._sizes[i] for i in kept), self._outside)
-            in_ram += Footprint(elsewhere.weights, elsewhere.masters, elsewhere.states, 0)
-        work = max(0, best - on_gpu.total)
-        return Plan(len(self._sizes), streamed, on_gpu, in_ram, work, self.memory.limit, self._ram_budget)
+            others = Footprint(elsewhere.weights, elsewhere.masters, elsewhere.states, 0)
+        homes = [self._sizes[i] + Footprint(weights=self._copied[i]) for i in sorted(chosen)]
+        rest = Rest.of(homes, others, self._ram_budget, self._drive)
+        work, budgets = max(0, best - on_gpu.total), (self.memory.limit, self._ram_budget)
+        return Plan(len(self._sizes), streamed, on_gpu, rest.in_ram, work, *budgets, rest.on_drive, rest.passing)
 
     def _on_gpu(self, size: Footprint) -> Footprint:
         return size if self._on_device else Footprint(weights=size.weights, gradients=size.gradients)

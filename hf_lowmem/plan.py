@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -96,6 +96,47 @@ def spread(count: int, share: Fraction) -> list[int]:
     return [i for i in range(count) if int((i + 1) * share) > int(i * share)]
 
 
+PASSING_STATES = 4  # groups whose states are in RAM at a time, where they rest on a drive: read, stepped, written
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Where streamed blocks rest, and their states.
+
+    Args:
+        in_ram, on_drive: of the blocks.
+        blocks: the states of so many of them, the last ones, are on the drive: they are needed last in forward.
+        passing: bytes of RAM through which these pass.
+    """
+
+    in_ram: Footprint
+    on_drive: Footprint = Footprint()
+    blocks: int = 0
+    passing: int = 0
+
+    @classmethod
+    def of(cls, homes: Sequence[Footprint], others: Footprint, budget: int | None, drive: bool) -> Rest:
+        """RAM first: as few states go to the drive as the budget has no room for; with them go their masters.
+
+        Args:
+            homes: of each streamed block, in their order.
+            others: what rests in RAM besides.
+            budget: bytes of RAM; None: any.
+            drive: whether there is one.
+        """
+        whole = sum(homes, others)
+        if not drive or budget is None or whole.total <= budget:
+            return cls(whole)
+        passing = PASSING_STATES * max((home.masters + home.states for home in homes), default=0)
+        gone = Footprint()
+        for count, home in enumerate(reversed(homes), 1):
+            gone += Footprint(masters=home.masters, states=home.states)
+            rest = Footprint(whole.weights, whole.masters - gone.masters, whole.states - gone.states, whole.gradients)
+            if rest.total + passing <= budget or count == len(homes):
+                return cls(rest, gone, count, passing)
+        return cls(whole)  # nothing is streamed
+
+
 @dataclass(frozen=True)
 class Plan:
     """Where a model rests.
@@ -107,6 +148,8 @@ class Plan:
         in_ram: what rests in RAM.
         work: bytes of the GPU for everything else in that moment: activations, blocks passing through.
         gpu_budget, ram_budget: bytes that may be taken; None where nobody has said.
+        on_drive: what rests on a drive.
+        ram_work: bytes of RAM through which that passes.
     """
 
     blocks: int
@@ -116,6 +159,8 @@ class Plan:
     work: int
     gpu_budget: int | None = None
     ram_budget: int | None = None
+    on_drive: Footprint = Footprint()
+    ram_work: int = 0
 
     @property
     def gpu(self) -> int:
@@ -125,7 +170,7 @@ class Plan:
     @property
     def ram(self) -> int:
         """Bytes of RAM."""
-        return self.in_ram.total
+        return self.in_ram.total + self.ram_work
 
     @property
     def offload(self) -> str:
@@ -146,10 +191,13 @@ class Plan:
     def table(self) -> str:
         """What rests where."""
         names = ("weights", "masters", "states", "gradients")
-        rows = [(name, getattr(self.on_gpu, name), getattr(self.in_ram, name)) for name in names]
-        rows += [("activations, blocks on their way", self.work, 0), ("together", self.gpu, self.ram)]
-        lines = [f"{'':<32}{'GPU':>10}{'RAM':>10}"]
-        lines += [f"{name:<32}{readable(gpu):>10}{readable(ram):>10}" for name, gpu, ram in rows]
+        places = [self.on_gpu, self.in_ram, *([self.on_drive] if self.on_drive.total else [])]
+        rows = [(name, *(getattr(place, name) for place in places)) for name in names]
+        rows.append(("activations, blocks on their way", self.work, self.ram_work, 0))
+        rows.append(("together", self.gpu, self.ram, self.on_drive.total))
+        lines = ["".join([f"{'':<32}", *(f"{name:>10}" for name in ("GPU", "RAM", "drive")[: len(places)])])]
+        for name, *sizes in rows:
+            lines.append("".join([f"{name:<32}", *(f"{readable(size):>10}" for size in sizes[: len(places)])]))
         if self.gpu_budget is not None or self.ram_budget is not None:
             budgets = [f"{'' if b is None else readable(b):>10}" for b in (self.gpu_budget, self.ram_budget)]
             lines.append(f"{'of':<32}{''.join(budgets)}")

@@ -8,9 +8,8 @@ last for the stock Trainer too, see ``registration.py``.
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,11 +38,12 @@ from .overlap import (
     looked_at,
     may_look,
     overlap,
+    rest_on_drives,
     total_norm,
     unwrapped,
 )
 from .placement import Placement, check_budgets, memory_of
-from .plan import footprint
+from .plan import Footprint, footprint
 from .split import BatchSplit, check_splittable
 from .stream import Streamer
 from .sums import add_stochastically, sums_of
@@ -353,9 +353,10 @@ class LowMemMixin(_TrainerBase):
             movable=automatic,
             on_device=on_device,
             gradients_rest=not self._unclipped(),
+            drive=bool(self.lowmem.nvme_path),
         )
+        moved = self._move_later(streamer, optimizer, outside, ram_budget, on_device)
         if automatic and memory is not None:
-            moved = functools.partial(overlap, streamer, optimizer)
             ref = weakref.ref(self)
 
             def offload_inputs() -> int:
@@ -371,10 +372,30 @@ class LowMemMixin(_TrainerBase):
                 on_device,
                 ram_budget,
                 offload_inputs=offload_inputs if self.lowmem.offload_activations is None else None,
+                drive=bool(self.lowmem.nvme_path),
             )
-
+        else:
+            moved()
         self._hook_steps(optimizer)
         return on_device
+
+    def _move_later(
+        self, streamer: Streamer, optimizer: LowBitAdamW, outside: Footprint, ram_budget: int, on_device: bool
+    ) -> Callable[[], object]:
+        """What is to be called when blocks have moved, and once where none will."""
+        folders, rests, report = self.lowmem.nvme_path, not self._unclipped(), [""]
+
+        def moved() -> None:
+            overlap(streamer, optimizer)
+            if not folders:
+                return
+            how = {"on_device": on_device, "gradients_rest": rests}
+            count = rest_on_drives(streamer, optimizer, folders, outside, ram_budget, **how)
+            if (said := f"hf_lowmem: states of {count} blocks rest on {', '.join(folders)}") != report[0]:
+                report[0] = said
+                print(said)
+
+        return moved
 
     def _hook_steps(self, optimizer: LowBitAdamW) -> None:
         """Blocks move at the last moment before a step, for callbacks may write weights until then; the next forward

@@ -25,7 +25,7 @@ class Extents:
     def __init__(self, sizes, seconds: float = 0.0) -> None:
         assert all(size % 4096 == 0 for size in sizes.values())
         self.places = {key: torch.zeros(size, dtype=torch.uint8) for key, size in sizes.items()}
-        self.written: set[str] = set()
+        self.written: dict[str, int] = {}
         self.seconds, self.closed, self.fails = seconds, False, ""
         self.log: list[tuple[str, str]] = []
         self.thread = ThreadPoolExecutor(1)
@@ -41,12 +41,12 @@ class Extents:
 
         return Ticket(self.thread.submit(run))
 
-    def read(self, key, buffer):
-        assert key in self.written, "nothing was written there"
+    def read(self, key, buffer, version):
+        assert self.written[key] == version, "it is not what was written last"
         return self._later("read", key, lambda: buffer.copy_(self.places[key]))
 
-    def write(self, key, buffer):
-        self.written.add(key)
+    def write(self, key, buffer, version):
+        self.written[key] = version
         assert buffer.numel() == self.places[key].numel()
         return self._later("write", key, lambda: self.places[key].copy_(buffer))
 

@@ -127,7 +127,7 @@ MAY_IMPORT = {
     "export": {"attachment", "coding", "config", "kernels.weights"},
     "plan": {"codec", "layer"},
     "placement": {"block", "code_updates", "memory", "optim", "plan", "stream"},
-    "overlap": {"optim", "resident", "stream"},
+    "overlap": {"buffers", "optim", "plan", "resident", "store", "stream"},
     "checks": {"config", "layer", "overlap", "sums"},
     "registration": {"checks", "config", "factory", "trainer"},
     "factory": {"attachment", "checks", "config", "lowbit", "optim"},
