@@ -92,7 +92,7 @@ class PinnedArena:
             offsets.append(total)
             total += -(-size // ALIGN) * ALIGN
         page = HUGE_PAGE if total >= 2 * HUGE_PAGE else PAGE
-        base = _host_memory(total + page)
+        base = host_memory(total + page)
         start = -base.data_ptr() % page
         self.nbytes = total
         self.pinned = total > 0 and _register(base, start, total)
@@ -102,7 +102,7 @@ class PinnedArena:
         self.parts: list[Tensor] = [base[start + o : start + o + n] for o, n in zip(offsets, sizes, strict=True)]
 
 
-def _host_memory(nbytes: int) -> Tensor:
+def host_memory(nbytes: int) -> Tensor:
     """Memory of which nothing is resident yet, in huge pages where the system has them: these are pinned many times
     faster than a page of 4 KiB at a time.
     """
