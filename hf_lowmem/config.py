@@ -228,11 +228,6 @@ class LowMemConfig:
         self.nvme_path = [folder for folder in folders if folder]
         if not self.nvme_path:
             raise ValueError(f"nvme_path={given!r} names no folder: write one on each drive, or leave it out")
-        if not self.offload_share:
-            raise ValueError(
-                f'nvme_path={given!r} is for what is streamed, and offload="{self.offload}" streams nothing: write '
-                'offload="auto" or offload="cpu" too'
-            )
 
     @property
     def gpu_bytes(self) -> int | None:

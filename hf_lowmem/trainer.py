@@ -26,6 +26,7 @@ from .checkpointing import any_checkpointed
 from .checks import check_gradients, check_model, prepare_training
 from .config import LowMemConfig, merge
 from .factory import adam_settings, our_name, seed_of, state_settings
+from .folders import check_folder
 from .loss import use_chunked_loss
 from .lowbit import caveats, chosen_compute, number_steps, roundings_of, use_compute
 from .memory import ram_bytes
@@ -91,6 +92,13 @@ class LowMemMixin(_TrainerBase):
                 raise ValueError(
                     f"{self.lowmem.resting} moves weights under a compiled model, which torch.compile cannot follow: "
                     'write torch_compile=False, or offload="none" without weights='
+                )
+        for folder in self.lowmem.nvme_path or ():
+            check_folder(folder)
+            if not self.lowmem.offload_share:
+                raise ValueError(
+                    f'nvme_path={folder!r} is for what is streamed, and offload="{self.lowmem.offload}" streams '
+                    'nothing: write offload="auto" or offload="cpu" too'
                 )
         super().__init__(*args, **kwargs)
         given = self.optimizer_cls_and_kwargs[0] if self.optimizer_cls_and_kwargs else type(self.optimizer)

@@ -149,6 +149,7 @@ MAY_IMPORT = {
         "checks",
         "config",
         "factory",
+        "folders",
         "loss",
         "lowbit",
         "memory",

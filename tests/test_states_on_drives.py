@@ -1,0 +1,147 @@
+"""LowMemTrainer with ``nvme_path``: states that RAM has no room for rest in files, and nothing else changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from counted_memory import auto
+from test_streamed_trainer import assert_same, fit
+
+from hf_lowmem import DoesNotFit, LowMemConfig, create_optimizer
+from hf_lowmem.attachment import streamer_of
+from hf_lowmem.plan import Footprint, Rest, footprint
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*gradient_checkpointing.*:FutureWarning", "ignore:.*tmpfs.*", "ignore:.*page cache.*"
+)
+LAYERS = 8
+
+
+def sizes(tiny, **config) -> Footprint:
+    """Of one block, trained."""
+    model = tiny.model(num_hidden_layers=LAYERS, dtype=config.pop("dtype", "bfloat16"))
+    optimizer = create_optimizer(model, LowMemConfig(**config))
+    return footprint(model.model.layers[0].parameters(), optimizer.widths())
+
+
+def budget(tiny, short: float, **config) -> str:
+    """RAM for all blocks, but for the states and masters of so many."""
+    one = sizes(tiny, **config)
+    return f"{int(LAYERS * one.total - short * (one.masters + one.states))}B"
+
+
+def resting(trainer) -> list[int]:
+    """The numbers of blocks whose states are on a drive."""
+    trainer.optimizer.optimizer._deferred.wait()
+    state, blocks = trainer.optimizer.state, streamer_of(trainer.model).blocks
+    return [b.number for b in blocks if any(state[p]["m"].is_meta for _, p in b.params)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"gradient_accumulation_steps": 3},
+        {"gradient_checkpointing": True, "max_grad_norm": 0.01},
+        {"optim": "cpu_adam32bit"},
+        {"optim": "cpu_adam8bit", "dtype": "float32"},
+    ],
+    ids=["plain", "accumulated", "checkpointed", "32 bits", "8 bits, fp32"],
+)
+def test_the_same_training(tiny, tmp_path, changes, capsys) -> None:
+    changes = {"optim": "cpu_adam4bit", "dtype": "bfloat16", **changes}
+    bits = int(changes["optim"].removeprefix("cpu_adam").removesuffix("bit"))
+    room = budget(tiny, 2, state_bits=bits, dtype=changes["dtype"])
+    whole = fit(tiny, tmp_path, "none", layers=LAYERS, **changes)
+    args = f"nvme_path={tmp_path},cpu_memory={room}"
+    streamed = fit(tiny, tmp_path, "cpu", optim_args=args, layers=LAYERS, **changes)
+    assert resting(streamed) == list(range(2, 8))
+    assert f"states of 6 blocks rest on {tmp_path}" in capsys.readouterr().out
+    assert_same(tiny, whole, streamed)
+    with pytest.raises(DoesNotFit, match="nvme_path saves"):
+        fit(tiny, tmp_path, "cpu", optim_args=f"cpu_memory={room}", layers=LAYERS, **changes)
+
+
+def test_updated_in_backward(tiny, tmp_path) -> None:
+    changes = {"optim": "cpu_adam4bit", "dtype": "bfloat16", "max_grad_norm": 0.0, "layers": LAYERS}
+    one = sizes(tiny)
+    room = int(LAYERS * (one.total - one.gradients) - one.masters)
+    whole = fit(tiny, tmp_path, "none", **changes)
+    streamed = fit(tiny, tmp_path, "cpu", optim_args=f"nvme_path={tmp_path},cpu_memory={room}B", **changes)
+    assert resting(streamed)
+    assert_same(tiny, whole, streamed)
+
+
+def test_resumed_is_never_stopped(tiny, tmp_path) -> None:
+    """Also where the states rest somewhere else after it; checkpoints are what they always were."""
+    changes = {"optim": "cpu_adam4bit", "dtype": "bfloat16", "save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+    drive = f"nvme_path={tmp_path},cpu_memory={budget(tiny, 3)}"
+    runs = [
+        fit(tiny, tmp_path / name, "cpu", optim_args=args, layers=LAYERS, **changes)
+        for name, args in (("ram", ""), ("drive", drive))
+    ]
+    assert resting(runs[1])
+    one, other = (torch.load(tmp_path / name / "checkpoint-3" / "optimizer.pt") for name in ("ram", "drive"))
+    for key, state in one["state"].items():
+        assert all(torch.equal(torch.as_tensor(x), torch.as_tensor(other["state"][key][n])) for n, x in state.items())
+    for name, args in (("ram", drive), ("drive", ""), ("drive", drive)):
+        checkpoint = str(tmp_path / name / "checkpoint-3")
+        resumed = fit(tiny, tmp_path / "on", "cpu", optim_args=args, layers=LAYERS, resume=checkpoint, **changes)
+        assert bool(resting(resumed)) == bool(args)
+        assert tiny.equal_bits(tiny.weights(resumed.model), tiny.weights(runs[0].model))
+
+
+def test_blocks_that_move(tiny, tmp_path, memory) -> None:
+    changes = {"dtype": "bfloat16", "layers": LAYERS}
+    args = f"nvme_path={tmp_path},cpu_memory={budget(tiny, 3)}"
+    whole = fit(tiny, tmp_path, "none", optim="cpu_adam4bit", **changes)
+    placed = auto(tiny, tmp_path, optim_args=args, **changes)
+    assert all(block.kept for block in streamer_of(placed.model).blocks)
+    assert not resting(placed)
+    memory.limit = placed._placement.plan.gpu - 4 * placed._placement._cost
+    some = auto(tiny, tmp_path, optim_args=args, **changes)
+    streamed = sum(not block.kept for block in streamer_of(some.model).blocks)
+    assert 0 < streamed < LAYERS
+    assert some._placement.plan.on_drive.total == 0  # there is room for those few
+    assert_same(tiny, whole, placed)
+    assert_same(tiny, whole, some)
+
+
+def test_nothing_is_left_behind(tiny, tmp_path) -> None:
+    folder = tmp_path / "a drive, ö"
+    folder.mkdir()
+    lowmem = {"nvme_path": [str(folder)], "cpu_memory": budget(tiny, 3)}
+    changes = {"optim": "cpu_adam4bit", "dtype": "bfloat16", "layers": LAYERS}
+    trainer = fit(tiny, tmp_path, "cpu", trainer={"lowmem": lowmem}, **changes)
+    assert resting(trainer)
+    assert list(folder.iterdir())
+    trainer.optimizer.optimizer._leave_drive()
+    assert not resting(trainer)
+    assert not list(folder.iterdir())
+
+
+def test_refused_before_anything_is_made(tiny, tmp_path) -> None:
+    (tmp_path / "file").write_text("x")
+    for path, error in (("missing", FileNotFoundError), ("file", NotADirectoryError)):
+        with pytest.raises(error, match=path):
+            fit(tiny, tmp_path, "cpu", optim="cpu_adam4bit", optim_args=f"nvme_path={tmp_path / path}")
+    with pytest.raises(ValueError, match='streams nothing: write offload="auto"'):
+        fit(tiny, tmp_path, "none", optim="cpu_adam4bit", optim_args=f"nvme_path={tmp_path}")
+    with pytest.raises(ValueError, match="names no folder"):
+        LowMemConfig(nvme_path=" ; ", offload="cpu")
+    assert LowMemConfig(nvme_path="/a; /b c", offload="cpu").nvme_path == ["/a", "/b c"]
+    assert LowMemConfig(nvme_path=[Path("/a"), "/b"], offload="cpu").nvme_path == ["/a", "/b"]
+
+
+def test_ram_comes_first() -> None:
+    homes, others = [Footprint(20, 10, 10, 20)] * 10, Footprint(5)
+    whole = Footprint(205, 100, 100, 200)
+    assert Rest.of(homes, others, 605, True) == Rest.of(homes, others, None, True) == Rest(whole)
+    assert Rest.of(homes, others, 100, False) == Rest(whole)
+    assert Rest.of([], others, 1, True) == Rest(others)
+    # 80 for four groups on their way: 7 blocks' 140 are gone
+    assert Rest.of(homes, others, 545, True) == Rest(Footprint(205, 30, 30, 200), Footprint(0, 70, 70, 0), 7, 80)
+    assert Rest.of(homes, others, 544, True).blocks == 8
+    assert Rest.of(homes, others, 1, True) == Rest(Footprint(205, 0, 0, 200), Footprint(0, 100, 100, 0), 10, 80)
