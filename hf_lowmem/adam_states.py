@@ -256,9 +256,11 @@ class AdamStates(torch.optim.Optimizer):
         saved = super().state_dict()
         found, ids = dict(saved["state"]), [i for group in saved["param_groups"] for i in group["params"]]
         key_of = {p: key for key, (p, *_) in zip(ids, self._named(), strict=True)}
+        if self._drive is not None:
+            self._drive.synchronize()
         for number in self._deferred.members:
             if self._drive is not None and self._rests(number):
-                for p, tensors in self._drive.copies(number).items():
+                for p, tensors in self._drive.seen(number).items():
                     found[key_of[p]] = {**found[key_of[p]], **tensors}
         return {**saved, "state": {key: state_in_ram(state) for key, state in found.items()}}
 

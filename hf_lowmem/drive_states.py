@@ -6,9 +6,13 @@ the one before are written; a read goes before a write that may wait.
 
 from __future__ import annotations
 
+import math
+import mmap
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +37,7 @@ class Extents(Protocol):
 
     def read(self, key: str, buffer: Tensor, version: int) -> Ticket: ...
     def write(self, key: str, buffer: Tensor, version: int) -> Ticket: ...
+    def segments(self, key: str) -> list[tuple[Path, int, int]]: ...
     def close(self) -> None: ...
 
 
@@ -160,6 +165,39 @@ class DriveStates:
             return {p: {key: x.clone() for key, x in tensors.items()} for p, tensors in found.items()}
         finally:
             self.close(number, changed=False)
+
+    def seen(self, number: int) -> dict[Tensor, dict[str, Tensor]]:
+        """The tensors of a group's states, by parameter, for somebody who reads them: views of the files, which take no
+        RAM but the system's cache. Writing to them changes nothing there. What lies on two drives is a copy.
+
+        Only while nothing is written. On other systems than Linux, where files that are written past the cache are not
+        seen so, all are copies.
+        """
+        if sys.platform != "linux":
+            return self.copies(number)
+        maps, start = [], 0
+        for path, offset, nbytes in self._extents.segments(str(number)) if self._layers[number].nbytes else ():
+            if nbytes:
+                with open(path, "rb") as file:
+                    memory = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_COPY, offset=offset)
+                maps.append((start, start + nbytes, memory))
+            start += nbytes
+        specs, copies, found = iter(self._layers[number].specs), None, {}
+        for p, tensors in self._resting[number].items():
+            views = {}
+            for key in tensors:
+                spec = next(specs)
+                end = spec.offset + spec.nbytes
+                inside = next((m for m in maps if m[0] <= spec.offset and end <= m[1]), None)
+                if inside is not None and spec.nbytes:
+                    at, count = spec.offset - inside[0], math.prod(spec.shape)
+                    view = torch.frombuffer(inside[2], dtype=spec.dtype, count=count, offset=at)
+                    views[key] = view.view(spec.shape)
+                else:
+                    copies = copies or self.copies(number)
+                    views[key] = copies[p][key]
+            found[p] = views
+        return found
 
     def bring(self, number: int, states: Mapping[Tensor, State]) -> None:
         """Has the states of a group be ordinary ones in memory again, if they rest here."""

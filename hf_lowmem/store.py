@@ -298,6 +298,15 @@ class Store:
         """The store's own folder on each drive."""
         return [folder.path for folder in self._keeper.folders]
 
+    def segments(self, key: str) -> list[tuple[Path, int, int]]:
+        """Where an extent lies that was written: (file, offset in it, bytes) on each drive, in the order of its bytes.
+
+        Raises: KeyError if it was not written.
+        """
+        place, extent = self._keeper.written()[key], self._keeper.manifest.extents[key]
+        sizes = zip(self._keeper.folders, extent.offsets, extent.segments, strict=True)
+        return [(folder.data, offset + place.slot * size, size) for folder, offset, size in sizes]
+
     def version(self, key: str) -> int | None:
         """The version of an extent that has been written last; None if none has."""
         place = self._keeper.written().get(key)

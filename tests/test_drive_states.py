@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import pickle
+import tempfile
 import threading
 import time
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +33,7 @@ class Extents:
         self.seconds, self.closed, self.fails = seconds, False, ""
         self.log: list[tuple[str, str]] = []
         self.thread = ThreadPoolExecutor(1)
+        self.files: dict[str, Path] = {}
 
     def _later(self, what: str, key: str, action) -> Ticket:
         self.log.append((what, key))
@@ -49,6 +54,19 @@ class Extents:
         self.written[key] = version
         assert buffer.numel() == self.places[key].numel()
         return self._later("write", key, lambda: self.places[key].copy_(buffer))
+
+    def segments(self, key):
+        """As on two drives, the second of which has a page."""
+        self.thread.submit(int).result()
+        if key not in self.files:
+            handle, name = tempfile.mkstemp()
+            os.close(handle)
+            self.files[key] = name = Path(name)
+            weakref.finalize(self, name.unlink)
+        name = self.files[key]
+        name.write_bytes(bytes(4096) + self.places[key].numpy().tobytes())
+        size = self.places[key].numel()
+        return [(name, 4096, size - 4096), (name, size, 4096)]
 
     def close(self) -> None:
         self.closed = True
