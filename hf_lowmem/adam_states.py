@@ -36,7 +36,7 @@ class AdamStates(torch.optim.Optimizer):
         self._grads_finite: bool | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        self._leave_drive()
+        self.leave_drive()
         left_out = {"_host", "_codes", "_deferred", "_resident", "_on_device", "_drive", "_grad_scale", "_grads_finite"}
         # A scheduler puts its wrapper of `step` into the instance: it is bound to this one, so it stays here too.
         return {
@@ -131,7 +131,7 @@ class AdamStates(torch.optim.Optimizer):
             make, buffer, buffers: see ``DriveStates``.
             numbers: of groups that were given to ``defer``; they replace earlier ones.
         """
-        self._leave_drive()
+        self.leave_drive()
         widths, layers = self.widths(), {}
         for number in numbers:
             members = [p for p in self._deferred.members[number] if p in widths and p.numel()]
@@ -150,8 +150,8 @@ class AdamStates(torch.optim.Optimizer):
             self._deferred.wait(number)
             self._drive.bring(number, self._of_group(number))
 
-    def _leave_drive(self) -> None:
-        """Has all states be in RAM."""
+    def leave_drive(self) -> None:
+        """Has all states be in RAM again, and gives the drive's space back."""
         self._deferred.wait()
         if self._drive is not None:
             for number in self._deferred.members:

@@ -131,7 +131,7 @@ class LowBitAdamW(AdamStates):
                 taken rest in pinned memory.
             then: called in the thread that has updated a group, with its number, before ``wait`` returns.
         """
-        self._leave_drive()
+        self.leave_drive()
         self._deferred.set_groups(groups, travels, then)
 
     def keep_on_device(self, params: Iterable[Tensor]) -> None:

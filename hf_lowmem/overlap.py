@@ -108,7 +108,7 @@ def rest_on_drives(
     *,
     on_device: bool,
     gradients_rest: bool,
-) -> int:
+) -> Rest:
     """Has states and masters of streamed blocks rest on drives, as far as RAM has no room for them; after ``overlap``.
 
     Args:
@@ -118,7 +118,7 @@ def rest_on_drives(
         on_device: whether the optimizer keeps states where their parameters are.
         gradients_rest: whether gradients wait at home for the step.
 
-    Returns: of how many blocks.
+    Returns: what rests there now, and of how many blocks.
 
     Raises: what ``Store`` does: a folder that is none, or has no room.
     """
@@ -138,7 +138,7 @@ def rest_on_drives(
         places = partial(Store, list(folders), slots=1)  # weights are in RAM, so no crash leaves a whole step anyway
         there = numbers[-rest.blocks :]
         optimizer.use_drive(places, there, lambda nbytes: aligned([nbytes])[0], PASSING_STATES)
-    return rest.blocks
+    return rest
 
 
 def keep_on_device(optimizer: LowBitAdamW) -> bool:

@@ -44,7 +44,7 @@ from .overlap import (
     unwrapped,
 )
 from .placement import Placement, check_budgets, memory_of
-from .plan import Footprint, footprint
+from .plan import Footprint, footprint, readable
 from .split import BatchSplit, check_splittable
 from .stream import Streamer
 from .sums import add_stochastically, sums_of
@@ -398,8 +398,9 @@ class LowMemMixin(_TrainerBase):
             if not folders:
                 return
             how = {"on_device": on_device, "gradients_rest": rests}
-            count = rest_on_drives(streamer, optimizer, folders, outside, ram_budget, **how)
-            if (said := f"hf_lowmem: states of {count} blocks rest on {', '.join(folders)}") != report[0]:
+            rest, where = rest_on_drives(streamer, optimizer, folders, outside, ram_budget, **how), ", ".join(folders)
+            each = f": a step reads and writes {readable(rest.on_drive.total)}" if rest.blocks else ""
+            if (said := f"hf_lowmem: states of {rest.blocks} blocks rest on {where}{each}") != report[0]:
                 report[0] = said
                 print(said)
 

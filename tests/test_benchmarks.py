@@ -162,3 +162,17 @@ def test_integer_products(tmp_path, monkeypatch):
     text = out.read_text()
     assert text.count("| 20 | 96 | 64 |") == 2
     assert "| tokens | inputs | outputs | bf16 | int8, weight gradients in bf16 | int8 |" in text
+
+
+def test_state_drive(tmp_path, monkeypatch) -> None:
+    import state_drive
+
+    out = tmp_path / "out.md"
+    argv = ["state_drive.py", "--folder", str(tmp_path), "--parameters", "200e3", "--groups", "3", "--rounds", "2"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--out", str(out)])
+    state_drive.main()
+    text = out.read_text()
+    assert "3 groups of 0.1 M parameters" in text
+    assert "| RAM |" in text
+    assert "| files |" in text
+    assert list(tmp_path.iterdir()) == [out]

@@ -117,7 +117,7 @@ def test_nothing_is_left_behind(tiny, tmp_path) -> None:
     trainer = fit(tiny, tmp_path, "cpu", trainer={"lowmem": lowmem}, **changes)
     assert resting(trainer)
     assert list(folder.iterdir())
-    trainer.optimizer.optimizer._leave_drive()
+    trainer.optimizer.optimizer.leave_drive()
     assert not resting(trainer)
     assert not list(folder.iterdir())
 
