@@ -12,7 +12,7 @@ from . import rules
 from . import state as states
 from .code_updates import CodeUpdates, drop_codes, take_codes, with_codes
 from .deferred import Deferred
-from .drive_states import DriveStates, Extents, grouped, layer_of
+from .drive_states import DriveStates, Extents, grouped, layer_of, tensors_of
 from .host import HostUpdates
 from .resident import ResidentUpdates, state_in_ram
 from .rules import SMALLEST_LOW_BIT, check_group
@@ -159,6 +159,18 @@ class AdamStates(torch.optim.Optimizer):
             drive, self._drive = self._drive, None
             drive.end()
 
+    def _goes_to_drive(self, p: Tensor) -> bool:
+        return self._drive is not None and self._deferred.groups.get(p, -1) in self._drive
+
+    def _put_what_was_loaded(self) -> None:
+        """Writes states of a checkpoint, which may be in its file so far, one group after another."""
+        for number in self._deferred.members:
+            states = self._of_group(number)
+            if self._drive is None or number not in self._drive or self._drive.put(number, states):
+                continue
+            for state in states.values():  # other states than there is room for
+                state.update({key: x.clone() for key, x in tensors_of(state).items()})
+
     def _prepare(self, work: list[Work]) -> None:
         """Makes states and homes that do not exist yet, and takes weights anew that somebody else has written.
 
@@ -235,8 +247,8 @@ class AdamStates(torch.optim.Optimizer):
         for number, (key, (p, group, name)) in enumerate(zip(ids, self._named(), strict=True)):
             if key in state_dict["state"]:
                 bits, master = self._bits(p, group), 8 if p in self._codes else self._wants(p, group)
-                saved = state_dict["state"][key]
-                loaded[p] = states.load_state(saved, p.numel(), bits, master, number, name)
+                saved, copy = state_dict["state"][key], not self._goes_to_drive(p)
+                loaded[p] = states.load_state(saved, p.numel(), bits, master, number, name, copy)
                 if p in self._codes:
                     loaded[p] = with_codes(loaded[p], saved, self._codes.codes[p], name)
         self.param_groups = groups
@@ -247,6 +259,7 @@ class AdamStates(torch.optim.Optimizer):
         self._host.stagings.close()
         self._reset_runtime()
         self.use_codes(self._codes.codes)
+        self._put_what_was_loaded()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -64,7 +64,9 @@ def moments(state: Mapping[str, Any], n: int) -> tuple[Tensor, Tensor]:
     return m.flatten()[:n], (root * root).flatten()[:n]
 
 
-def load_state(saved: Mapping[str, Any], n: int, bits: int, master: int | None, index: int, name: str) -> State:
+def load_state(
+    saved: Mapping[str, Any], n: int, bits: int, master: int | None, index: int, name: str, copy: bool = True
+) -> State:
     """A state of our own, in new memory, from one that was saved, by us or by torch.optim.AdamW.
 
     Args:
@@ -73,6 +75,7 @@ def load_state(saved: Mapping[str, Any], n: int, bits: int, master: int | None, 
         master: bits of the master wanted for a 16-bit weight, 16, 24 or 32; None for an fp32 weight.
         index: number of the parameter, for a state that has none.
         name: how errors call the parameter.
+        copy: whether tensors that are as they should be are copied, or else those that were saved are taken.
 
     Raises:
         ValueError: the state is damaged, is none of AdamW's, or holds more bits than are wanted.
@@ -93,9 +96,9 @@ def load_state(saved: Mapping[str, Any], n: int, bits: int, master: int | None, 
             f'loses information. Resume with state_bits={source["bits"]} (optim="cpu_adam{source["bits"]}bit"), or '
             "load the weights alone to start with a fresh optimizer."
         )
-    state = _widen(source, n, bits)
+    state = _widen(source, n, bits, copy)
     state["index"] = int(source.get("index", index))
-    _load_master(source, state, master, name)
+    _load_master(source, state, master, name, copy)
     return state
 
 
@@ -144,11 +147,11 @@ def _check(source: State, n: int, name: str) -> None:
             raise ValueError(f"optimizer state of {name}: {key} holds values below zero. The file is damaged.")
 
 
-def _widen(source: State, n: int, bits: int) -> State:
+def _widen(source: State, n: int, bits: int, copy: bool) -> State:
     state: State = {"step": int(source["step"]), "bits": bits}
     if source["bits"] == bits:
         keys = ("m", "v") if bits == 32 else ("m", "v", "m_scale", "v_scale")
-        state |= {key: source[key].detach().cpu().flatten().clone() for key in keys}
+        state |= {key: _flat(source[key], copy) for key in keys}
         return state
     m, v = moments(source, n)
     if bits == 32:
@@ -161,7 +164,12 @@ def _widen(source: State, n: int, bits: int) -> State:
     return state
 
 
-def _load_master(source: State, state: State, wanted: int | None, name: str) -> None:
+def _flat(x: Tensor, copy: bool) -> Tensor:
+    flat = x.detach().cpu().flatten()
+    return flat.clone() if copy else flat
+
+
+def _load_master(source: State, state: State, wanted: int | None, name: str, copy: bool) -> None:
     """Takes the master over; a 24-bit one grows to 32 bits at the next step, when its weight is at hand."""
     saved = 32 if "master" in source else 24 if "extension" in source else 8 if "codes" in source else 16
     if wanted is None:
@@ -179,7 +187,7 @@ def _load_master(source: State, state: State, wanted: int | None, name: str) -> 
         )
     key = {32: "master", 24: "extension"}.get(saved)
     if key:
-        state[key] = source[key].detach().cpu().flatten().clone()
+        state[key] = _flat(source[key], copy)
 
 
 def held(states: Mapping[Tensor, Mapping[str, Any]]) -> dict[str, int]:

@@ -8,6 +8,7 @@ last for the stock Trainer too, see ``registration.py``.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import torch
 from accelerate.utils import AutocastKwargs
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from torch.utils.serialization import config as serialization
 from transformers.trainer import Trainer
 from transformers.training_args import TrainingArguments
 
@@ -335,6 +337,11 @@ class LowMemMixin(_TrainerBase):
             chosen = "fp32" if sums_of(target) is None else "stochastic"
             print(f'hf_lowmem: how gradients of several micro-batches are added: gradient_dtype="{chosen}"')
         return optimizer
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """See ``Trainer``. States that go to a drive are read from the checkpoint's file, not through RAM."""
+        with serialization.patch("load.mmap", True) if self.lowmem.nvme_path else contextlib.nullcontext():
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     def _place(self, model: nn.Module, streamer: Streamer, optimizer: LowBitAdamW) -> bool:
         """Lets the optimizer work block by block. Raises: DoesNotFit where no batch whatever could be trained.

@@ -209,7 +209,7 @@ def test_the_device_updates_8_bits_alone_that_the_cpu_has_not_come_to(tiny, monk
         else:
             losses = losses_of(model, optimizer)[fails is not None :]
         optimizer.synchronize()
-        assert (len(updates) >= (fails or 12)) == travels
+        assert (len(updates) >= (fails or 1)) == travels
         found = [*(x for pair in streamer.codes().values() for x in pair), *model.state_dict().values()]
         found += [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
         runs.append((losses, [x.clone() for x in found]))
