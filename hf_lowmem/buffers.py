@@ -13,11 +13,6 @@ from .drive_file import BLOCK
 from .memory import HUGE_PAGE, PAGE, PinnedArena, host_memory
 
 
-def whole_blocks(nbytes: int) -> int:
-    """So many bytes, rounded up to what a drive reads and writes directly: a multiple of 4096."""
-    return -(-nbytes // BLOCK) * BLOCK
-
-
 def aligned(sizes: list[int]) -> list[Tensor]:
     """``uint8[size]`` each, in one piece of memory that begins at a huge page where it is large enough for some.
 

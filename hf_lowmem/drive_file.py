@@ -50,6 +50,11 @@ class EndOfFile(DriveError):
     """A file ends, or a drive takes nothing more, before all bytes have been moved."""
 
 
+def whole_blocks(nbytes: int) -> int:
+    """So many bytes, rounded up to what a drive reads and writes directly: a multiple of 4096."""
+    return -(-nbytes // BLOCK) * BLOCK
+
+
 def failure(doing: str, path: str, offset: int, wanted: int, got: int, error: OSError) -> DriveError:
     """What the system has said of a read or write, with all that there is to know about it."""
     code = error.errno or errno.EIO

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .drive_file import DriveFull
-from .manifest import NAMES, UNFINISHED, Manifest, read_manifest
+from .manifest import NAMES, RESERVE, UNFINISHED, Manifest, read_manifest
 
 if sys.platform == "win32":
     import msvcrt
@@ -134,7 +134,7 @@ class RunFolder:
 
         Raises: OSError, as the system says; something that is not the store's stays, and the folder with it.
         """
-        for name in (DATA, UNFINISHED, *NAMES):
+        for name in (DATA, RESERVE, UNFINISHED, *NAMES):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path / name)
         self.release()  # Windows removes no open file

@@ -273,10 +273,12 @@ class Keeper:
             operation.error = error
         operation.sums[job.number] = job.sum
         operation.left -= 1
-        if error is not None and operation.writes:
-            self._fail(error)
+        if error is not None and operation.writes and self.failed is None:
+            self.failed = error
         if operation.left == 0:
             self._finish(operation, operation.error)
+        if self.failed is not None:
+            self._drop_waiting()
 
     def _finish(self, operation: Operation, error: BaseException | None) -> None:
         if operation not in self._unfinished:
@@ -307,9 +309,9 @@ class Keeper:
         refusal = self.refusal()
         dropped = [job for drive in self.drives for job in drive.clear()]
         for operation in list(self._unfinished):
-            if not operation.begun:
-                operation.begun, operation.left = True, 0
-                self._finish(operation, refusal)
+            if operation.left == 0:  # it has no piece under way
+                operation.begun = True
+                self._finish(operation, operation.error or refusal)
         for job in dropped:
             if isinstance(job, Transfer):  # errands are of commits, which end here too
                 self._on_dropped(job, refusal)

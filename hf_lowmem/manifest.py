@@ -8,6 +8,7 @@ first one's manifest counts; the others only say to which store they belong.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import zlib
@@ -16,11 +17,12 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
-from .drive_file import BLOCK
+from .drive_file import BLOCK, failure, whole_blocks
 
 FORMAT = 1
 NAMES = ("manifest-0.json", "manifest-1.json")  # of even and of odd generations
 UNFINISHED = "manifest.tmp"
+RESERVE = "reserve"  # room for a manifest, should others fill the drive
 LEAST = 2**20  # bytes of a piece: smaller ones cost more calls than they gain
 
 
@@ -91,15 +93,38 @@ class Manifest:
     places: Mapping[str, Place] = field(default_factory=dict)
 
     def publish(self, folder: Path) -> None:
-        """Makes this the manifest of a folder. Raises: OSError; then the one before it may still count."""
+        """Makes this the manifest of a folder. Raises: DriveError; then the one before it may still count."""
         body = json.dumps({"format": FORMAT, **asdict(self)}, ensure_ascii=True, separators=(",", ":")).encode()
+        data = body + b"\n%08x\n" % zlib.crc32(body)
+        try:
+            try:
+                self._write(folder, data)
+            except OSError as error:
+                if error.errno != errno.ENOSPC or not (folder / RESERVE).exists():
+                    raise
+                os.unlink(folder / RESERVE)
+                self._write(folder, data)
+        except OSError as error:
+            raise failure("publishing", str(folder / UNFINISHED), 0, len(data), 0, error) from error
+
+    def _write(self, folder: Path, data: bytes) -> None:
         unfinished = folder / UNFINISHED
         with open(unfinished, "wb") as file:
-            file.write(body + b"\n%08x\n" % zlib.crc32(body))
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, folder / NAMES[self.generation % 2])
         sync_folder(folder)
+
+    def reserve(self, folder: Path) -> None:
+        """Takes room in a folder for the largest manifest that may come. Raises: OSError, as the system says."""
+        pieces = sum(len(extent.pieces(d, 0)) for extent in self.extents.values() for d in range(self.drives))
+        names = sum(6 * len(key) for key in self.extents)
+        nbytes = 4096 + 2 * names + 24 * pieces + (300 + 50 * self.drives) * len(self.extents)
+        with open(folder / RESERVE, "wb") as file:
+            file.write(bytes(whole_blocks(2 * nbytes)))
+            file.flush()
+            os.fsync(file.fileno())
 
     def next(self, **changes: object) -> Manifest:
         """The generation after this one."""
@@ -171,7 +196,7 @@ def lay_out(
         cuts = [0, *(round(blocks * end) for end in ends[:-1]), blocks]
         segments = tuple((b - a) * BLOCK for a, b in pairwise(cuts))
         share = -(-max(segments) // threads)
-        piece = max(min(-(-share // BLOCK) * BLOCK, chunk), min(LEAST, chunk))
+        piece = max(min(whole_blocks(share), chunk), min(LEAST, chunk))
         placed[key] = Extent(nbytes, segments, tuple(sizes), piece)
         sizes = [size + slots * segment for size, segment in zip(sizes, segments, strict=True)]
     return placed, tuple(max(size, BLOCK) for size in sizes)

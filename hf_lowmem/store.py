@@ -12,14 +12,15 @@ import os
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
 from torch import Tensor
 
-from .buffers import aligned, as_memory, whole_blocks
+from .buffers import aligned, as_memory
 from .drive import CorruptRead, Drive, Traffic
-from .drive_file import BLOCK, DriveError, DriveFull, EndOfFile
+from .drive_file import BLOCK, DriveError, DriveFull, EndOfFile, whole_blocks
 from .files import open_file, warn_of
 from .folders import (
     FolderInUse,
@@ -124,9 +125,9 @@ class Store:
                 undo.callback(_take_back, run)
                 runs.append(run)
                 # Before the data, so that a folder that is left here is known.
-                Manifest(name, i, len(paths), identity, sizes, slots, extents=placed if i == 0 else {}).publish(
-                    run.path
-                )
+                replace(manifest, drive=i, extents={} if i else placed).publish(run.path)
+                if i == 0:
+                    manifest.reserve(run.path)
                 file = open_file(run.data, sizes[i], create=True, direct=direct)
                 undo.callback(file.close)
                 drives.append(Drive(file, threads_per_drive, f"hf_lowmem_drive{i}"))

@@ -100,7 +100,8 @@ def python(code: str, *arguments: object, **environment: str) -> subprocess.Comp
     """Runs code in a process of its own."""
     path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, *map(str, arguments)],
+        # Python 3.12 warns of every fork of a process with threads, which is what some of these are about.
+        [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", "-c", code, *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
@@ -152,6 +153,8 @@ class FaultyFile(PosixFile):
             self.calls[kind] += 1
             self.log.append((kind, offset, nbytes))
             fault = self.faults[kind].get(self.calls[kind])
+        if kind == "write":
+            assert self.go.wait(60)
         if isinstance(fault, OSError):
             raise fault
         return fault
@@ -164,7 +167,6 @@ class FaultyFile(PosixFile):
 
     def _write_some(self, buffer: memoryview, offset: int) -> int:
         fault = self._fault("write", offset, len(buffer))
-        assert self.go.wait(60)
         if isinstance(fault, int):
             return 0 if fault == 0 else super()._write_some(buffer[:fault], offset)
         return super()._write_some(buffer, offset)
@@ -222,3 +224,19 @@ def descriptors() -> set[str]:
         with contextlib.suppress(OSError):
             found.add(os.readlink(f"/proc/self/fd/{fd}"))
     return found
+
+
+# What the code of a process of its own begins with.
+CHILD = """
+import os, sys, signal, threading, time, torch
+torch.set_num_threads(1)  # whose threads no fork has
+from faulty import filled, empty, value_of
+from hf_lowmem import files, store
+from hf_lowmem.store import Store
+N = 256 * 1024
+KEYS = {"a": N, "b": N, "c": N}
+def make(folder, **changes):
+    return Store(folder, **{"extents": KEYS, "chunk": 64 * 1024, "identity": "model", **changes})
+def put(s, step):
+    for ticket in [s.write(key, filled(N, step), step) for key in KEYS]: ticket.wait()
+"""
