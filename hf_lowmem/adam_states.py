@@ -128,15 +128,25 @@ class AdamStates(torch.optim.Optimizer):
         and so does a group some of whose parameters have no gradient.
 
         Args:
-            make, buffer, buffers: see ``DriveStates``.
-            numbers: of groups that were given to ``defer``; they replace earlier ones.
+            make, buffer, buffers: see ``DriveStates``; those of the first call count until ``leave_drive``.
+            numbers: of groups that were given to ``defer``; they replace earlier ones, and those among them stay.
         """
-        self.leave_drive()
+        self._deferred.wait()
         widths, layers = self.widths(), {}
         for number in numbers:
             members = [p for p in self._deferred.members[number] if p in widths and p.numel()]
             layers[number] = layer_of([states.shape_of(p.numel(), *widths[p]) for p in members])
-        self._drive = DriveStates(make, layers, buffer, buffers)
+        if self._drive is None:
+            self._drive = DriveStates(make, buffer, buffers)
+        for number in self._deferred.members:
+            if number not in layers:
+                self._bring(number)
+        self._drive.take_in(layers)
+
+    @property
+    def uses_drive(self) -> bool:
+        """Whether states may rest on a drive."""
+        return self._drive is not None
 
     def _of_group(self, number: int) -> dict[Tensor, states.State]:
         """The states of a group, by parameter; of those that have one."""

@@ -59,35 +59,64 @@ class DriveStates:
 
     Args:
         make: takes the bytes of each extent, by key, and makes their places. Bytes are multiples of 4096.
-        layers: how the states of each group lie in its extent, by number.
         buffer: makes memory of so many bytes, aligned to a page.
         buffers: so many of them, each for the largest group; 3 or more.
     """
 
     def __init__(
-        self,
-        make: Callable[[Mapping[str, int]], Extents],
-        layers: Mapping[int, Layer],
-        buffer: Callable[[int], Tensor],
-        buffers: int = 4,
+        self, make: Callable[[Mapping[str, int]], Extents], buffer: Callable[[int], Tensor], buffers: int = 4
     ) -> None:
         if buffers < LEAST_BUFFERS:
             raise ValueError(f"buffers={buffers}: states are read ahead and written behind, which takes 3 or more")
-        self._layers = dict(layers)
-        size = max((layer.nbytes for layer in layers.values()), default=0)
-        self._extents = make({str(number): layer.nbytes for number, layer in self._layers.items()})
-        self._free = [buffer(size) for _ in range(buffers if layers else 0)]
+        self._make, self._buffer, self._buffers = make, buffer, buffers
+        self._layers: dict[int, Layer] = {}
+        self._welcome: set[int] = set()
+        self._places: list[Extents] = []
+        self._extents: dict[int, Extents] = {}  # those that a group is in
+        self._free: list[Tensor] = []
         self._lock = threading.Condition()
         self._resting: dict[int, dict[Tensor, dict[str, Tensor]]] = {}  # what stands in for each state's tensors
-        self._versions = dict.fromkeys(self._layers, 0)  # writes of each group so far
+        self._versions: dict[int, int] = {}  # writes of each group so far
         self._open: dict[int, Tensor] = {}
         self._coming: tuple[int, Tensor, Ticket] | None = None
         self._writing: deque[tuple[Tensor, Ticket]] = deque()
         self._queue: deque[int] = deque()
 
+    def take_in(self, layers: Mapping[int, Layer]) -> None:
+        """Says which groups are to rest here from now on. Places of others stay theirs, should they come back.
+
+        Only while nothing is under way.
+
+        Args:
+            layers: how the states of each group lie in its extent, by number.
+
+        Raises: what making places does; then nothing has changed.
+        """
+        fresh = {number: layer for number, layer in layers.items() if self._layers.get(number) != layer}
+        if fresh:
+            self.synchronize()
+            self._drop_what_came()
+            places = self._make({str(number): layer.nbytes for number, layer in fresh.items()})
+            self._places.append(places)
+            self._layers.update(fresh)
+            self._extents.update(dict.fromkeys(fresh, places))
+            self._versions.update(dict.fromkeys(fresh, 0))
+            size = max(layer.nbytes for layer in self._layers.values())
+            if not self._free or self._free[0].numel() < size:
+                self._free.clear()
+                self._free += [self._buffer(size) for _ in range(self._buffers)]
+        self._welcome = set(layers)
+
+    def _drop_what_came(self) -> None:
+        with self._lock:
+            self._queue.clear()
+            coming, self._coming = self._coming, None
+        if coming is not None:
+            self._wait(*coming[1:])
+
     def __contains__(self, number: int) -> bool:
-        """Whether a group has a place here."""
-        return number in self._layers
+        """Whether a group is to rest here."""
+        return number in self._welcome
 
     def holds(self, number: int, states: Mapping[Tensor, State]) -> bool:
         """Whether the states of a group, by parameter, are those that rest here."""
@@ -176,7 +205,7 @@ class DriveStates:
         if sys.platform != "linux":
             return self.copies(number)
         maps, start = [], 0
-        for path, offset, nbytes in self._extents.segments(str(number)) if self._layers[number].nbytes else ():
+        for path, offset, nbytes in self._extents[number].segments(str(number)):
             if nbytes:
                 with open(path, "rb") as file:
                     memory = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_COPY, offset=offset)
@@ -223,14 +252,15 @@ class DriveStates:
     def end(self) -> None:
         """Gives the drives' places back; nothing may rest there any more."""
         self.synchronize()
-        self._extents.close()
+        for places in self._places:
+            places.close()
 
     # -- buffers ----------------------------------------------------------------------------------------------------
     def _part(self, number: int, buffer: Tensor) -> Tensor:
         return buffer[: self._layers[number].nbytes]
 
     def _read(self, number: int, buffer: Tensor) -> Ticket:
-        return self._extents.read(str(number), self._part(number, buffer), self._versions[number])
+        return self._extents[number].read(str(number), self._part(number, buffer), self._versions[number])
 
     def _take(self) -> Tensor:
         """A free buffer; waits for the earliest write, or for who has one."""
@@ -258,7 +288,7 @@ class DriveStates:
     def _write(self, number: int, buffer: Tensor) -> None:
         try:
             self._versions[number] += 1
-            ticket = self._extents.write(str(number), self._part(number, buffer), self._versions[number])
+            ticket = self._extents[number].write(str(number), self._part(number, buffer), self._versions[number])
         except BaseException:
             self._give_back(buffer)
             raise

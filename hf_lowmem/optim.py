@@ -131,8 +131,12 @@ class LowBitAdamW(AdamStates):
                 taken rest in pinned memory.
             then: called in the thread that has updated a group, with its number, before ``wait`` returns.
         """
-        self.leave_drive()
-        self._deferred.set_groups(groups, travels, then)
+        lists = [list(group) for group in groups]
+        for number, members in self._deferred.members.items():
+            now = lists[number] if number < len(lists) else []
+            if len(now) != len(members) or any(p is not q for p, q in zip(now, members, strict=True)):
+                self._bring(number)  # or else it may rest on a drive as before
+        self._deferred.set_groups(lists, travels, then)
 
     def keep_on_device(self, params: Iterable[Tensor]) -> None:
         """Keeps the states of these parameters on their device, and updates them there. Needs Triton.

@@ -134,9 +134,9 @@ def rest_on_drives(
     if not on_device and streamer.link.device.type != "cpu":
         others += Footprint(outside.weights, outside.masters, outside.states)
     rest = Rest.of(homes, others, ram_budget, True)
-    if rest.blocks:
+    if rest.blocks or optimizer.uses_drive:
         places = partial(Store, list(folders), slots=1)  # weights are in RAM, so no crash leaves a whole step anyway
-        there = numbers[-rest.blocks :]
+        there = numbers[len(numbers) - rest.blocks :]
         optimizer.use_drive(places, there, lambda nbytes: aligned([nbytes])[0], PASSING_STATES)
     return rest
 

@@ -340,7 +340,8 @@ class LowMemMixin(_TrainerBase):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """See ``Trainer``. States that go to a drive are read from the checkpoint's file, not through RAM."""
-        with serialization.patch("load.mmap", True) if self.lowmem.nvme_path else contextlib.nullcontext():
+        mapped = serialization.patch("load.mmap", True)  # type: ignore[attr-defined]
+        with mapped if self.lowmem.nvme_path else contextlib.nullcontext():
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _place(self, model: nn.Module, streamer: Streamer, optimizer: LowBitAdamW) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+import time
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from hf_lowmem import (
     loading,
 )
 from hf_lowmem.attachment import streamer_of
+from hf_lowmem.code_updates import CodeUpdates
 from hf_lowmem.kernels import native
 from hf_lowmem.link import HostLink
 from hf_lowmem.overlap import overlap
@@ -193,6 +196,14 @@ def test_the_device_updates_8_bits_alone_that_the_cpu_has_not_come_to(tiny, monk
         update(self, part)
 
     monkeypatch.setattr(HostLink, "update", counted)
+    step = CodeUpdates.step
+
+    def slow(*args):
+        if threading.current_thread().name.startswith("hf_lowmem_late"):
+            time.sleep(0.05)  # so that there is something that the CPU has not begun
+        return step(*args)
+
+    monkeypatch.setattr(CodeUpdates, "step", slow)
     runs = []
     for travels in (True, False):
         model, streamer = bare(tiny, debug=True)

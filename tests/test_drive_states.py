@@ -17,7 +17,7 @@ import pytest
 import torch
 from test_late import Chain
 
-from hf_lowmem import LowBitAdamW, LowMemConfig, attach
+from hf_lowmem import LowBitAdamW, LowMemConfig, attach, attachment
 from hf_lowmem.drive_states import DriveStates, layer_of
 from hf_lowmem.overlap import overlap
 from hf_lowmem.state import new_state
@@ -175,6 +175,7 @@ def test_no_more_memory_than_its_buffers() -> None:
     )
     assert held < taken[0]  # what belongs to no block
     assert optimizer.nbytes()["states"] > 0
+    optimizer.leave_drive()
     with pytest.raises(ValueError, match="takes 3 or more"):
         optimizer.use_drive(Extents, numbers, buffer, buffers=2)
 
@@ -258,7 +259,8 @@ def test_what_goes_wrong_is_said(what) -> None:
 def test_groups_out_of_turn_and_at_a_time() -> None:
     states = {number: {torch.empty(0): new_state(5000 + number, 4, number)} for number in range(6)}
     layers = {number: layer_of(held.values()) for number, held in states.items()}
-    drive = DriveStates(lambda sizes: Extents(sizes, 0.002), layers, buffer, buffers=3)
+    drive = DriveStates(lambda sizes: Extents(sizes, 0.002), buffer, buffers=3)
+    drive.take_in(layers)
     for number, held in states.items():
         assert drive.put(number, held)
         assert drive.holds(number, held)
@@ -285,3 +287,29 @@ def test_groups_out_of_turn_and_at_a_time() -> None:
         assert bool((state["m_scale"] == number + 1).all())
         assert bool((state["m"] == new_state(10, 4, 0)["m"][0]).all())
     drive.end()
+
+
+def test_what_rests_stays_when_others_come_and_go() -> None:
+    model, optimizer, first, reference, plain = make(numbers=[2, 3])
+    streamer = attachment.streamer_of(model)
+    made: list[Extents] = []
+
+    def places(sizes):
+        made.append(Extents(sizes))
+        return made[-1]
+
+    optimizer._drive._make = places
+    for number, numbers in enumerate(([2, 3], [1, 2, 3], [3], [1, 3], [])):
+        overlap(streamer, optimizer)
+        optimizer.use_drive(places, numbers, buffer)
+        assert [n for n in range(4) if optimizer._rests(n)] == [n for n in numbers if number and n in (2, 3)]
+        train(model, optimizer, number)
+        train(reference, plain, number)
+        optimizer.synchronize()
+        assert [n for n in range(4) if optimizer._rests(n)] == numbers
+        first.log.clear()
+    assert [list(extents.places) for extents in made] == [["1"]]  # the others had theirs
+    assert_same(model, optimizer, reference, plain)
+    optimizer.leave_drive()
+    assert first.closed
+    assert made[0].closed

@@ -8,8 +8,9 @@ import pytest
 import torch
 from counted_memory import auto
 from test_streamed_trainer import assert_same, fit
+from transformers import TrainerCallback
 
-from hf_lowmem import DoesNotFit, LowMemConfig, create_optimizer
+from hf_lowmem import DoesNotFit, LowMemConfig, LowMemTrainer, create_optimizer
 from hf_lowmem.attachment import streamer_of
 from hf_lowmem.plan import Footprint, Rest, footprint
 
@@ -107,6 +108,44 @@ def test_blocks_that_move(tiny, tmp_path, memory) -> None:
     assert some._placement.plan.on_drive.total == 0  # there is room for those few
     assert_same(tiny, whole, placed)
     assert_same(tiny, whole, some)
+
+
+def test_blocks_that_move_in_the_middle(tiny, tmp_path, memory) -> None:
+    changes = {"dtype": "bfloat16", "layers": LAYERS, "max_steps": 8}
+    whole = fit(tiny, tmp_path, "none", optim="cpu_adam4bit", **changes)
+    first = auto(tiny, tmp_path, **changes)
+    memory.limit = first._placement.plan.gpu - 4 * first._placement._cost
+    found = []
+
+    class Moves(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs) -> None:
+            placement = kwargs["model"] and trainers[-1]._placement
+            if 2 <= state.global_step <= 5 and state.global_step != 4:
+                assert placement.make_room()
+            found.append(resting(trainers[-1]))
+
+    class Remembered(LowMemTrainer):
+        def __init__(self, *args, **kwargs) -> None:
+            trainers.append(self)
+            super().__init__(*args, **kwargs)
+
+    trainers: list[LowMemTrainer] = []
+    one = sizes(tiny)
+    settings = {"optim_args": f"offload=auto,gpu_memory=1GB,nvme_path={tmp_path},cpu_memory={int(5.5 * one.total)}B"}
+    model = tiny.model(num_hidden_layers=LAYERS, dtype="bfloat16")
+    moved = tiny.fit(
+        Remembered,
+        tmp_path,
+        model=model,
+        optim="cpu_adam4bit",
+        max_steps=8,
+        trainer={"callbacks": [Moves()]},
+        **settings,
+    )
+    counts = [len(numbers) for numbers in found]
+    assert counts[0] == 0
+    assert counts[-1] > 2
+    assert_same(tiny, whole, moved)
 
 
 def test_nothing_is_left_behind(tiny, tmp_path) -> None:
