@@ -131,17 +131,10 @@ def test_blocks_that_move_in_the_middle(tiny, tmp_path, memory) -> None:
 
     trainers: list[LowMemTrainer] = []
     one = sizes(tiny)
-    settings = {"optim_args": f"offload=auto,gpu_memory=1GB,nvme_path={tmp_path},cpu_memory={int(5.5 * one.total)}B"}
+    where = f"offload=auto,gpu_memory=1GB,nvme_path={tmp_path},cpu_memory={int(5.5 * one.total)}B"
+    settings = {"optim": "cpu_adam4bit", "max_steps": 8, "optim_args": where, "trainer": {"callbacks": [Moves()]}}
     model = tiny.model(num_hidden_layers=LAYERS, dtype="bfloat16")
-    moved = tiny.fit(
-        Remembered,
-        tmp_path,
-        model=model,
-        optim="cpu_adam4bit",
-        max_steps=8,
-        trainer={"callbacks": [Moves()]},
-        **settings,
-    )
+    moved = tiny.fit(Remembered, tmp_path, model=model, **settings)
     counts = [len(numbers) for numbers in found]
     assert counts[0] == 0
     assert counts[-1] > 2
