@@ -34,7 +34,7 @@ from .folders import (
     warn_of_rest,
 )
 from .keeper import Keeper, close_all
-from .manifest import Manifest, lay_out
+from .manifest import Manifest, lay_out, read_manifest
 from .ticket import Operation, StaleRead, StoreClosed, StoreFailed, Ticket
 
 __all__ = [
@@ -185,6 +185,8 @@ class Store:
                 if run is None:
                     raise FolderInUse(f"{left.path} has been taken by another process")
                 undo.callback(run.release)
+                if read_manifest(run.path)[0] != left.manifest:
+                    raise FolderInUse(f"{left.path} was being used by another process until now: try again")
                 runs.append(run)
                 file = open_file(run.data, first.sizes[i], create=False, direct=direct)
                 undo.callback(file.close)

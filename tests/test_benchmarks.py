@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -176,3 +178,27 @@ def test_state_drive(tmp_path, monkeypatch) -> None:
     assert "| RAM |" in text
     assert "| files |" in text
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_nvme(tmp_path, monkeypatch):
+    if shutil.which("fio") is None or sys.platform != "linux":
+        pytest.skip("needs fio on Linux")
+    import nvme
+
+    out = tmp_path / "out.md"
+    argv = ["nvme.py", "--folder", str(tmp_path), "--extents", "4", "--extent", "2", "--chunk", "1", "--rounds", "1"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--engine", "psync", "--out", str(out)])
+    nvme.main()
+    text = out.read_text()
+    for kind in nvme.KINDS:
+        assert text.count(f"| {kind} |") == 4
+    assert os.listdir(tmp_path) == ["out.md"]
+
+
+def test_nvme_without_fio_says_so(monkeypatch):
+    import nvme
+
+    monkeypatch.setattr(nvme.shutil, "which", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["nvme.py"])
+    with pytest.raises(SystemExit, match="fio is not installed"):
+        nvme.main()
