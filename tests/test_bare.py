@@ -200,7 +200,7 @@ def test_the_device_updates_8_bits_alone_that_the_cpu_has_not_come_to(tiny, monk
 
     def slow(*args):
         if threading.current_thread().name.startswith("hf_lowmem_late"):
-            time.sleep(0.05)  # so that there is something that the CPU has not begun
+            time.sleep(0.02)  # so that there is something that the CPU has not begun
         return step(*args)
 
     monkeypatch.setattr(CodeUpdates, "step", slow)
