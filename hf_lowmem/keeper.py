@@ -185,19 +185,21 @@ class Keeper:
 
     def _begin(self, key: str) -> None:
         """Begins what may begin: reads at the front together, or a write at the front."""
-        if self._over:
-            return
+        while not self._over and (refused := self._begin_until_refused(key)) is not None:
+            self._finish(*refused)
+
+    def _begin_until_refused(self, key: str) -> tuple[Operation, Exception] | None:
         for i, operation in enumerate(self._queues[key]):
             if operation.writes and (i or operation.begun or not self._may_write(operation)):
-                return
+                return None
             if not operation.begun:
                 operation.begun = True
                 error = self._start(operation)
                 if error is not None:
-                    self._finish(operation, error)  # and begins those behind it
-                    return
+                    return operation, error
             if operation.writes:
-                return
+                return None
+        return None
 
     def _may_write(self, operation: Operation) -> bool:
         if self._commits and operation.commits > self._commits[0].number:
@@ -279,6 +281,7 @@ class Keeper:
             self._finish(operation, operation.error)
         if self.failed is not None:
             self._drop_waiting()
+        self._begin(operation.key)
 
     def _finish(self, operation: Operation, error: BaseException | None) -> None:
         if operation not in self._unfinished:
@@ -297,7 +300,6 @@ class Keeper:
                 self._drains.remove((ticket, waiting))
                 ticket.end(self.refusal())
         self._go_on_with_commit()
-        self._begin(operation.key)
 
     def _fail(self, error: BaseException) -> None:
         """Ends everything that has not begun; what is under way comes back by itself."""

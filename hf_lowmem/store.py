@@ -146,6 +146,7 @@ class Store:
             drive.start()
             undo.callback(drive.stop, None)
         self.extents = {key: extent.nbytes for key, extent in manifest.extents.items()}
+        self._given = {key: place.version for key, place in manifest.places.items()}  # of each key's last write
         self._keeper = keeper = Keeper(drives, runs, manifest, hasher, checks)
         weakref.finalize(self, _let_go, keeper).atexit = False  # ``close_all`` does it then, and waits
         undo.pop_all()
@@ -219,9 +220,14 @@ class Store:
             key, buffer: see ``read``.
             version: not less than the one before, such as the step's number.
 
-        Returns: a ticket, whose ``wait`` raises ``DriveError``, ``StoreFailed``, ``StoreClosed``; ValueError for a
-        version that has been passed. It is in the drive's hands then, and safe from a crash after ``commit``.
+        Returns: a ticket, whose ``wait`` raises ``DriveError``, ``StoreFailed``, ``StoreClosed``. It is in the drive's
+        hands then, and safe from a crash after ``commit``.
+
+        Raises: ValueError for a version that has been passed.
         """
+        last = self._given.get(key)
+        if last is not None and version < last:
+            raise ValueError(f"{key!r} is written as version {version} over version {last}: versions only rise")
         return self._submit(key, buffer, version, writes=True)
 
     def _submit(self, key: str, buffer: Tensor, version: int | None, writes: bool) -> Ticket:
@@ -234,6 +240,9 @@ class Store:
         as_memory(buffer)  # raises what is wrong with it
         if buffer.numel() != extent.nbytes:
             raise ValueError(f"{key!r} has {extent.nbytes} bytes, the buffer {buffer.numel()}")
+        if writes:
+            assert version is not None
+            self._given[key] = version
         ticket = Ticket(f"{'writing' if writes else 'reading'} {key!r}")
         self._keeper.submit(Operation(key, extent, writes, buffer, version, ticket))
         return ticket
@@ -265,6 +274,9 @@ class Store:
         """
         if self._keeper.hasher is None:
             raise ValueError('this store keeps no checksums: verify="commit" or "always" does')
+        without = [key for key, place in self._keeper.written().items() if place.sums is None]
+        if without:
+            raise ValueError(f"{without} were written without checksums")
         sizes = {self.extents[key] for key in self._keeper.written()}
         for size in sizes:
             (buffer,) = aligned([size])

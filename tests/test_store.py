@@ -157,6 +157,35 @@ def test_versions_are_compared(folders) -> None:
         assert get(store, "a", 3) == 3
 
 
+def test_any_number_of_reads_may_wait_and_be_refused(folders, faulty) -> None:  # noqa: F811
+    with make(folders[:1]) as store:
+        faulty[0].go.clear()
+        store.write("d", filled(BLOCK, 1), 1)
+        buffer = empty(BLOCK)
+        tickets = [store.read("d", buffer, 7) for _ in range(2000)]
+        last = store.read("d", buffer, 1)
+        faulty[0].go.set()
+        for ticket in tickets:
+            with pytest.raises(StaleRead):
+                ticket.wait(20)
+        last.wait(20)
+        assert value_of(buffer) == 1
+
+
+def test_what_has_no_checksums_cannot_be_verified(folders) -> None:
+    pytest.importorskip("xxhash")
+    store = make(folders)
+    put(store, 1)
+    store.commit(1)
+    store.close(keep=True)
+    with Store.open(folders, "model", verify="commit") as store:
+        assert get(store, "a", 1) == 1
+        with pytest.raises(ValueError, match="written without checksums"):
+            store.verify()
+        put(store, 2)
+        store.verify()
+
+
 def test_arguments_are_checked_at_once(folders) -> None:
     with make(folders) as store:
         with pytest.raises(KeyError, match="no extent 'z'"):

@@ -316,9 +316,7 @@ s.close(keep=True)
     [
         # The first write is the one that tries whether the file takes direct calls, each step has twelve.
         ("FAULT_WRITE", "3:short", ["whole"], {3}),
-        ("FAULT_READ", "2:short", ["whole"], {3}),
         ("FAULT_WRITE", "16:28", ["DriveFull", "wanted 65536 bytes at offset", "got 0", "No space left"], {1}),
-        ("FAULT_WRITE", "28:5", ["DriveError", "wanted 65536 bytes at offset", "got 0", "Input/output"], {2}),
         ("FAULT_READ", "2:5", ["DriveError", "wanted 65536 bytes at offset", "got 0", "Input/output"], {3}),
     ],
 )

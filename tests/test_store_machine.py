@@ -85,6 +85,6 @@ class AgainstADict(RuleBasedStateMachine):
 
 def test_it_is_a_dict_that_is_set_back_by_crashes(tmp_path) -> None:
     machine = type("Machine", (AgainstADict,), {"folder": tmp_path})
-    few = settings(max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+    few = settings(max_examples=15, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(machine, settings=few)
     assert os.listdir(tmp_path) == []

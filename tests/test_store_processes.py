@@ -80,7 +80,7 @@ def test_killed_at_any_moment_one_whole_step_is_left(tmp_path, slots) -> None:
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
         folder.mkdir()
-    kills = 30 if slots == 2 else 12
+    kills = 30 if slots == 2 else 8
     result = python(KILLED, *folders, kills, slots)
     if slots == 2:
         assert result.stdout == f"whole {kills} refused 0\n", result
