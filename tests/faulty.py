@@ -100,8 +100,14 @@ def python(code: str, *arguments: object, **environment: str) -> subprocess.Comp
     """Runs code in a process of its own."""
     path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
     return subprocess.run(
-        # Python 3.12 warns of every fork of a process with threads, which is what some of these are about.
-        [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", "-c", code, *map(str, arguments)],
+        # Python 3.12 warns of every fork of a process with threads, which is what some of these are about; and we do of
+        # folders in RAM, where temporary files are there.
+        [
+            sys.executable,
+            *["-W", "error", "-W", "ignore::DeprecationWarning", "-W", "ignore::RuntimeWarning", "-c"],
+            code,
+        ]
+        + [str(argument) for argument in arguments],
         env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,

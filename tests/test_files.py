@@ -19,6 +19,8 @@ from hf_lowmem.drive_file import BLOCK, DriveError, DriveFull, EndOfFile, addres
 from hf_lowmem.files import PosixFile, filesystem, filesystem_in, open_file
 from hf_lowmem.windows_files import END_OF_FILE, EXISTING, NEW, WindowsFile
 
+# Where temporary files are in RAM or on an overlay, what is tested here is the same.
+pytestmark = pytest.mark.filterwarnings("ignore:.*(is in RAM|no direct I/O):RuntimeWarning")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux's own")
 
 

@@ -16,6 +16,8 @@ from hf_lowmem.folders import leftovers
 from hf_lowmem.manifest import BLOCK, lay_out
 from hf_lowmem.store import CannotResume, DriveFull, FolderInUse, StaleRead, Store, StoreClosed
 
+# Where temporary files are in RAM or on an overlay, what is tested here is the same.
+pytestmark = pytest.mark.filterwarnings("ignore:.*(is in RAM|no direct I/O):RuntimeWarning")
 N = 128 * 1024
 KEYS = {"a": N, "b": 2 * N, "c": N + BLOCK, "d": BLOCK}
 

@@ -17,6 +17,8 @@ from hf_lowmem import files, keeper, manifest, store
 from hf_lowmem.drive_file import DriveError, DriveFull, EndOfFile
 from hf_lowmem.store import CannotResume, CorruptRead, Store, StoreClosed, StoreFailed
 
+# Where temporary files are in RAM or on an overlay, what is tested here is the same.
+pytestmark = pytest.mark.filterwarnings("ignore:.*(is in RAM|no direct I/O):RuntimeWarning")
 N = 256 * 1024
 KEYS = {"a": N, "b": N, "c": N}
 posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX's own")

@@ -12,6 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from hf_lowmem.store import StaleRead, Store
 
+# Where temporary files are in RAM or on an overlay, what is tested here is the same.
+pytestmark = pytest.mark.filterwarnings("ignore:.*(is in RAM|no direct I/O):RuntimeWarning")
+
 
 class AgainstADict(RuleBasedStateMachine):
     """Reads, writes, commits and crashes in any order, most of them not waited for."""

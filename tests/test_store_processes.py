@@ -11,6 +11,8 @@ from faulty import CHILD, empty, python, value_of
 
 from hf_lowmem.store import Store
 
+# Where temporary files are in RAM or on an overlay, what is tested here is the same.
+pytestmark = pytest.mark.filterwarnings("ignore:.*(is in RAM|no direct I/O):RuntimeWarning")
 N = 256 * 1024
 KEYS = {"a": N, "b": N, "c": N}
 posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX's own")
