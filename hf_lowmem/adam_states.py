@@ -36,14 +36,15 @@ class AdamStates(torch.optim.Optimizer):
         self._grads_finite: bool | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        self.leave_drive()
+        self._deferred.wait()
         left_out = {"_host", "_codes", "_deferred", "_resident", "_on_device", "_drive", "_grad_scale", "_grads_finite"}
         # A scheduler puts its wrapper of `step` into the instance: it is bound to this one, so it stays here too.
-        return {
+        kept = {
             key: value
             for key, value in self.__dict__.items()
             if key not in left_out and not key.endswith("_hooks") and not callable(value)
         }
+        return {**kept, "state": self._states_with_data()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -141,6 +142,12 @@ class AdamStates(torch.optim.Optimizer):
         for number in self._deferred.members:
             if number not in layers:
                 self._bring(number)
+        for number, members in self._deferred.members.items():
+            if number in layers and any(widths.get(p, (0, None))[1] == 32 for p in members):
+                raise ValueError(
+                    "the 32-bit master of a 16-bit weight is the memory that a step works in, and cannot rest on a "
+                    "drive: write master_bits=24 (or 16)"
+                )
         self._drive.take_in(layers)
 
     @property
@@ -277,15 +284,20 @@ class AdamStates(torch.optim.Optimizer):
         """See torch.optim.Optimizer.state_dict."""
         self._deferred.wait()
         saved = super().state_dict()
-        found, ids = dict(saved["state"]), [i for group in saved["param_groups"] for i in group["params"]]
-        key_of = {p: key for key, (p, *_) in zip(ids, self._named(), strict=True)}
-        if self._drive is not None:
-            self._drive.synchronize()
+        ids, found = [i for group in saved["param_groups"] for i in group["params"]], self._states_with_data()
+        states_of = {key: found[p] for key, (p, *_) in zip(ids, self._named(), strict=True) if p in found}
+        return {**saved, "state": {key: state_in_ram(states_of[key]) for key in saved["state"]}}
+
+    def _states_with_data(self) -> dict[Tensor, states.State]:
+        """All states; what rests on a drive can be read, and not written."""
+        if self._drive is None:
+            return dict(self.state)
+        found = dict(self.state)
+        self._drive.synchronize()
         for number in self._deferred.members:
-            if self._drive is not None and self._rests(number):
-                for p, tensors in self._drive.seen(number).items():
-                    found[key_of[p]] = {**found[key_of[p]], **tensors}
-        return {**saved, "state": {key: state_in_ram(state) for key, state in found.items()}}
+            there = self._drive.with_data(number, self._of_group(number), self._drive.seen)
+            found |= {p: {**found[p], **tensors} for p, tensors in there.items()}
+        return found
 
     def nbytes(self) -> dict[str, int]:
         """What it holds so far: number of ``parameters``, bytes of their ``states`` and ``master``."""

@@ -211,7 +211,7 @@ class LowMemConfig:
         for name in ("gpu_memory", "cpu_memory"):
             size = getattr(self, name)
             if size is not None and parse_bytes(size, name) < 10**4:
-                raise ValueError(f'{name}={size!r} is {size} bytes: write a unit, such as "{size}GB"')
+                raise ValueError(f'{name}={size!r} is {parse_bytes(size)} bytes: write gigabytes, such as "24GB"')
         self._check_folders()
         if not isinstance(self.offload_activations, bool | None):
             raise ValueError(

@@ -6,6 +6,7 @@ the one before are written; a read goes before a write that may wait.
 
 from __future__ import annotations
 
+import errno
 import math
 import mmap
 import sys
@@ -81,6 +82,7 @@ class DriveStates:
         self._coming: tuple[int, Tensor, Ticket] | None = None
         self._writing: deque[tuple[Tensor, Ticket]] = deque()
         self._queue: deque[int] = deque()
+        self._failure = ""
 
     def take_in(self, layers: Mapping[int, Layer]) -> None:
         """Says which groups are to rest here from now on. Places of others stay theirs, should they come back.
@@ -157,8 +159,9 @@ class DriveStates:
     def open(self, number: int) -> dict[Tensor, dict[str, Tensor]]:
         """The tensors of a group's states, by parameter, to be changed; ``close`` must follow. Any thread may.
 
-        Raises: what has gone wrong in reading them, or in an earlier write.
+        Raises: what has gone wrong in reading them; RuntimeError after an earlier failure: they are of several steps.
         """
+        self._check()
         with self._lock:
             coming = self._coming if self._coming is not None and self._coming[0] == number else None
             if coming is not None:
@@ -170,7 +173,8 @@ class DriveStates:
             ticket = self._read(number, buffer) if coming is None else coming[2]
             self._read_ahead()
             ticket.wait()
-        except BaseException:
+        except BaseException as error:
+            self._remember(error)
             self._give_back(buffer)
             raise
         with self._lock:
@@ -201,15 +205,16 @@ class DriveStates:
 
         Only while nothing is written. On other systems than Linux, where files that are written past the cache are not
         seen so, all are copies.
+
+        Raises: OSError naming the file that is gone or cut; RuntimeError after an earlier failure.
         """
+        self._check()
         if sys.platform != "linux":
             return self.copies(number)
         maps, start = [], 0
         for path, offset, nbytes in self._extents[number].segments(str(number)):
             if nbytes:
-                with open(path, "rb") as file:
-                    memory = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_COPY, offset=offset)
-                maps.append((start, start + nbytes, memory))
+                maps.append((start, start + nbytes, _mapped(path, offset, nbytes)))
             start += nbytes
         specs, copies, found = iter(self._layers[number].specs), None, {}
         for p, tensors in self._resting[number].items():
@@ -229,12 +234,23 @@ class DriveStates:
         return found
 
     def bring(self, number: int, states: Mapping[Tensor, State]) -> None:
-        """Has the states of a group be ordinary ones in memory again, if they rest here."""
-        if not self.holds(number, states):
-            return
-        for p, tensors in self.copies(number).items():
+        """Has the states of a group be ordinary ones in memory again, as far as they rest here."""
+        for p, tensors in self.with_data(number, states, self.copies).items():
             states[p].update(tensors)
-        del self._resting[number]
+        self._resting.pop(number, None)
+
+    def with_data(
+        self, number: int, states: Mapping[Tensor, State], read: Callable[[int], dict[Tensor, dict[str, Tensor]]]
+    ) -> dict[Tensor, dict[str, Tensor]]:
+        """The tensors of those states that rest here, though others of their group may not any more.
+
+        Args:
+            read: ``copies`` or ``seen``.
+        """
+        ours = self._resting.get(number, {})
+        keys = {p: [k for k, x in ours[p].items() if states[p].get(k) is x] for p in ours if p in states}
+        found = read(number) if any(keys.values()) else {}
+        return {p: {key: found[p][key] for key in names} for p, names in keys.items() if names}
 
     def forget(self) -> None:
         """Of all groups: their states have been replaced."""
@@ -245,9 +261,10 @@ class DriveStates:
         while True:
             with self._lock:
                 if not self._writing:
-                    return
+                    break
                 buffer, ticket = self._writing.popleft()
             self._wait(buffer, ticket)
+        self._check()
 
     def end(self) -> None:
         """Gives the drives' places back; nothing may rest there any more."""
@@ -277,8 +294,22 @@ class DriveStates:
     def _wait(self, buffer: Tensor, ticket: Ticket) -> None:
         try:
             ticket.wait()
+        except BaseException as error:
+            self._remember(error)
+            raise
         finally:
             self._give_back(buffer)
+
+    def _remember(self, error: BaseException) -> None:
+        if isinstance(error, Exception):  # Ctrl-C ends no read or write
+            self._failure = self._failure or f"{type(error).__name__}: {error}"
+
+    def _check(self) -> None:
+        if self._failure:
+            raise RuntimeError(
+                "optimizer states rest on a drive that has failed, and are of several steps: resume from a checkpoint. "
+                f"What went wrong first: {self._failure}"
+            )
 
     def _give_back(self, buffer: Tensor) -> None:
         with self._lock:
@@ -289,7 +320,8 @@ class DriveStates:
         try:
             self._versions[number] += 1
             ticket = self._extents[number].write(str(number), self._part(number, buffer), self._versions[number])
-        except BaseException:
+        except BaseException as error:
+            self._remember(error)
             self._give_back(buffer)
             raise
         with self._lock:
@@ -302,8 +334,7 @@ class DriveStates:
         with self._lock:
             while self._writing and self._writing[0][1].done():
                 buffer, ticket = self._writing.popleft()
-                self._free.append(buffer)
-                ticket.wait()  # raises what has gone wrong
+                self._wait(buffer, ticket)
             if self._coming is not None or not self._queue or not self._free:
                 return
             number, buffer = self._queue.popleft(), self._free.pop()
@@ -313,6 +344,19 @@ class DriveStates:
                 self._free.append(buffer)
                 self._queue.appendleft(number)
                 raise
+
+
+def _mapped(path: Path, offset: int, nbytes: int) -> mmap.mmap:
+    try:
+        with open(path, "rb") as file:
+            return mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_COPY, offset=offset)
+    except (OSError, ValueError) as error:  # ValueError: it is shorter
+        found = path.stat().st_size if path.exists() else None
+        raise OSError(
+            getattr(error, "errno", None) or errno.EIO,
+            f"{path}: wanted {nbytes} bytes at offset {offset} of optimizer states, "
+            f"{'the file is gone' if found is None else f'the file has {found}'}: resume from a checkpoint",
+        ) from error
 
 
 def grouped(params: Iterable[Tensor], groups: Mapping[Tensor, int]) -> dict[int | None, list[Tensor]]:

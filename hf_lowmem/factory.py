@@ -83,6 +83,7 @@ def _check_offload(config: LowMemConfig, model: nn.Module | None) -> None:
         "compute": config.compute in ("int8", "int4") and (model is None or rounding_of(model) is None),
         "micro_batch_size": config.micro_batch_size is not None,
         "offload_activations": bool(config.offload_activations),
+        "nvme_path": bool(config.nvme_path),
         "gradient_dtype": config.gradient_dtype != "model"
         and (model is None or (streamer_of(model) is None and not gradients_are_as_wanted(model, config))),
     }

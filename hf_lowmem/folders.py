@@ -19,6 +19,7 @@ from pathlib import Path
 
 from .drive_file import DriveFull
 from .manifest import NAMES, RESERVE, UNFINISHED, Manifest, read_manifest
+from .plan import readable
 
 if sys.platform == "win32":
     import msvcrt
@@ -63,9 +64,8 @@ def check_space(needs: Iterable[tuple[Path, int]]) -> None:
         if free < wanted:
             raise DriveFull(
                 errno.ENOSPC,
-                f"{folder}: wanted {wanted / 1e9:.3f} GB (the store's {nbytes / 1e9:.3f} and {MARGIN:.0%}), "
-                f"{free / 1e9:.3f} GB are free. Free space there, add a folder on another drive, or take slots=1, "
-                "which needs half.",
+                f"{folder}: wanted {readable(wanted)} (the store's {readable(nbytes)} and {MARGIN:.0%}), "
+                f"{readable(free)} are free. Free space there, or add a folder on another drive.",
                 str(folder),
                 0,
                 wanted,

@@ -15,6 +15,7 @@ everything: what has not begun, and all that comes later, is refused with it as 
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import threading
 import weakref
@@ -304,7 +305,7 @@ class Keeper:
     def _fail(self, error: BaseException) -> None:
         """Ends everything that has not begun; what is under way comes back by itself."""
         if self.failed is None:
-            self.failed = error
+            self.failed = copy.copy(error)  # without the frames of whoever waits, which would live as long as this
         self._drop_waiting()
 
     def _drop_waiting(self) -> None:

@@ -173,7 +173,8 @@ def check_budgets(
     gpu, ram = best.on_gpu, best.in_ram
     hints = {"max_grad_norm=0": (0, ram.gradients), "master_bits=16": (gpu.masters, ram.masters)}
     if not drive:
-        hints["nvme_path"] = (0, ram.masters + ram.states)
+        there = [sizes[i] + Footprint(weights=copied[i]) for i in spread(count, Fraction(best.streamed, count))]
+        hints["nvme_path"] = (0, best.ram - Rest.least(there, ram - sum(there, Footprint())))
     homes = [streamer.blocks[i] for i in spread(count, Fraction(best.streamed, count))]
     if all(form.bits == 8 and not block.bare for block in homes for form in block.forms.values()):
         hints["master_bits=8"] = (0, sum(p.nbytes for block in homes for p in block.forms) + bool(seen) * ram.masters)

@@ -41,6 +41,9 @@ class Footprint:
             self.gradients + other.gradients,
         )
 
+    def __sub__(self, other: Footprint) -> Footprint:
+        return self + Footprint(-other.weights, -other.masters, -other.states, -other.gradients)
+
     @property
     def kept(self) -> int:
         """Without the gradients, which come and go."""
@@ -135,6 +138,12 @@ class Rest:
             if rest.total + passing <= budget or count == len(homes):
                 return cls(rest, gone, count, passing)
         return cls(whole)  # nothing is streamed
+
+    @classmethod
+    def least(cls, homes: Sequence[Footprint], others: Footprint) -> int:
+        """The fewest bytes of RAM that it takes with a drive."""
+        rest = cls.of(homes, others, 0, True)
+        return min(sum(homes, others).total, rest.in_ram.total + rest.passing)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -40,11 +41,15 @@ class Ticket:
         Raises: what went wrong, each time it is asked; TimeoutError, and it goes on.
         """
         try:
-            self._future.result(timeout)
+            error = self._future.exception(timeout)
         except FutureTimeout:
-            if self._future.done():
-                raise
             raise TimeoutError(f"{self._what} is not done within {timeout} s, and goes on") from None
+        if (
+            error is not None
+        ):  # a copy: the threads keep the error, and with it would keep all frames that it came through
+            raised = copy.copy(error)
+            raised.__cause__ = error.__cause__
+            raise raised
 
     def done(self) -> bool:
         """Whether there is nothing to wait for, be it done or failed."""

@@ -407,8 +407,9 @@ class LowMemMixin(_TrainerBase):
                 return
             how = {"on_device": on_device, "gradients_rest": rests}
             rest, where = rest_on_drives(streamer, optimizer, folders, outside, ram_budget, **how), ", ".join(folders)
-            each = f": a step reads and writes {readable(rest.on_drive.total)}" if rest.blocks else ""
-            if (said := f"hf_lowmem: states of {rest.blocks} blocks rest on {where}{each}") != report[0]:
+            each = readable(rest.on_drive.total)
+            said = f"hf_lowmem: states of {rest.blocks} blocks rest on {where}: a step reads and writes {each}"
+            if said != report[0] and (rest.blocks or report[0]):
                 report[0] = said
                 print(said)
 

@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "files": {"drive_file", "windows_files"},
     "buffers": {"drive_file", "memory"},
     "manifest": {"drive_file"},
-    "folders": {"drive_file", "manifest"},
+    "folders": {"drive_file", "manifest", "plan"},
     "drive": {"drive_file"},
     "keeper": {"buffers", "drive", "drive_file", "folders", "manifest", "ticket"},
     "ticket": {"manifest"},

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import os
+import re
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from counted_memory import auto
 from test_streamed_trainer import assert_same, fit
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from hf_lowmem import DoesNotFit, LowMemConfig, LowMemTrainer, create_optimizer
 from hf_lowmem.attachment import streamer_of
+from hf_lowmem.files import PosixFile
 from hf_lowmem.plan import Footprint, Rest, footprint
 
 pytestmark = pytest.mark.filterwarnings(
@@ -177,3 +183,112 @@ def test_ram_comes_first() -> None:
     assert Rest.of(homes, others, 545, True) == Rest(Footprint(205, 30, 30, 200), Footprint(0, 70, 70, 0), 7, 80)
     assert Rest.of(homes, others, 544, True).blocks == 8
     assert Rest.of(homes, others, 1, True) == Rest(Footprint(205, 0, 0, 200), Footprint(0, 100, 100, 0), 10, 80)
+
+
+def test_32_bit_masters_are_refused(tiny, tmp_path) -> None:
+    args = f"nvme_path={tmp_path},master_bits=32,cpu_memory={budget(tiny, 2, master_bits=32)}"
+    with pytest.raises(ValueError, match=r"32-bit master of a 16-bit weight .* cannot rest on a drive"):
+        fit(tiny, tmp_path, "cpu", optim="cpu_adam4bit", optim_args=args, layers=LAYERS, dtype="bfloat16")
+
+
+def test_only_our_trainers_take_it(tiny, tmp_path) -> None:
+    with pytest.raises(ValueError, match="nvme_path changes what happens"):
+        create_optimizer(tiny.model(), LowMemConfig(nvme_path=str(tmp_path)))
+    with pytest.raises(ValueError, match="nvme_path changes what happens"):
+        tiny.fit(Trainer, tmp_path, model=tiny.model(), optim="cpu_adam4bit", optim_args=f"nvme_path={tmp_path}")
+
+
+def test_what_the_hint_promises_is_what_is_saved(tiny, tmp_path) -> None:
+    room = int(1.05 * LAYERS * sizes(tiny).weights)
+
+    def fails(extra: str) -> str:
+        args = f"cpu_memory={room}B{extra}"
+        with pytest.raises(DoesNotFit) as found:
+            fit(tiny, tmp_path, "cpu", optim="cpu_adam4bit", optim_args=args, layers=LAYERS, dtype="bfloat16")
+        return str(found.value)
+
+    size = r"(?:needs|nvme_path saves) ([\d.]+) MB"
+    (needed, saved), (then,) = (re.findall(size, fails(extra)) for extra in ("", f",nvme_path={tmp_path}"))
+    assert float(needed) - float(saved) == pytest.approx(float(then), abs=0.21)  # what is rounded for the reader
+
+
+def trained(tiny, tmp_path, **changes):
+    args = f"nvme_path={tmp_path},cpu_memory={budget(tiny, 3)}"
+    settings = {"optim": "cpu_adam4bit", "layers": LAYERS, "dtype": "bfloat16", **changes}
+    return fit(tiny, tmp_path, "cpu", optim_args=args, **settings)
+
+
+def test_after_a_failure_nothing_is_saved_and_nothing_kept(tiny, tmp_path, monkeypatch) -> None:
+    write, failing = PosixFile._write_some, []
+
+    def some(self, buffer, offset):
+        if failing:
+            raise OSError(5, "Input/output error")
+        return write(self, buffer, offset)
+
+    monkeypatch.setattr(PosixFile, "_write_some", some)
+
+    class Fails(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs) -> None:
+            if state.global_step == 3:
+                failing.append(1)
+
+    trainers: list[LowMemTrainer] = []
+
+    class Remembered(LowMemTrainer):
+        def __init__(self, *args, **kwargs) -> None:
+            trainers.append(self)
+            super().__init__(*args, **kwargs)
+
+    def fail() -> None:
+        args = f"offload=cpu,nvme_path={tmp_path},cpu_memory={budget(tiny, 3)}"
+        model = tiny.model(num_hidden_layers=LAYERS, dtype="bfloat16")
+        settings = {"optim": "cpu_adam4bit", "optim_args": args, "max_steps": 8, "trainer": {"callbacks": [Fails()]}}
+        with pytest.raises((OSError, RuntimeError), match=r"store\.bin.* at offset|at offset .*store\.bin"):
+            tiny.fit(Remembered, tmp_path, model=model, **settings)
+
+    fail()
+    optimizer = trainers.pop().optimizer.optimizer
+    with pytest.raises(RuntimeError, match="are of several steps: resume from a checkpoint"):
+        optimizer.state_dict()
+    gone = weakref.ref(optimizer)
+    failing.clear()
+    del optimizer
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_file_that_is_gone_or_cut_is_said(tiny, tmp_path) -> None:
+    optimizer = trained(tiny, tmp_path).optimizer.optimizer
+    optimizer.synchronize()
+    (file,) = tmp_path.rglob("store.bin")
+    size = file.stat().st_size
+    os.truncate(file, 4096)
+    with pytest.raises(OSError, match=r"store\.bin: wanted \d+ bytes at offset \d+ .* the file has 4096"):
+        optimizer.state_dict()
+    os.truncate(file, size)
+    optimizer.state_dict()
+    file.rename(tmp_path / "elsewhere")
+    with pytest.raises(FileNotFoundError, match=r"store\.bin: wanted .* the file is gone: resume"):
+        optimizer.state_dict()
+
+
+def test_states_that_others_drop_and_copies_of_the_optimizer(tiny, tmp_path) -> None:
+    class Drops(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs) -> None:
+            if state.global_step == 2:
+                optimizer = getattr(optimizer, "optimizer", optimizer)
+                optimizer.synchronize()
+                del optimizer.state[model.model.layers[5].mlp.up_proj.weight]
+                copies.append(copy.deepcopy(optimizer))
+
+    copies: list[torch.optim.Optimizer] = []
+    one = trained(tiny, tmp_path, trainer={"callbacks": [Drops()]})
+    changes = {"optim": "cpu_adam4bit", "layers": LAYERS, "dtype": "bfloat16"}
+    other = fit(tiny, tmp_path, "cpu", trainer={"callbacks": [Drops()]}, **changes)
+    assert_same(tiny, one, other)
+    assert resting(one)
+    ordered = (sorted(c.state.values(), key=lambda state: state["index"]) for c in copies)
+    for found, wanted in zip(*ordered, strict=True):
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(torch.as_tensor(found[key]), torch.as_tensor(x)) for key, x in wanted.items())
