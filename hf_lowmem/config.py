@@ -211,7 +211,8 @@ class LowMemConfig:
         for name in ("gpu_memory", "cpu_memory"):
             size = getattr(self, name)
             if size is not None and parse_bytes(size, name) < 10**4:
-                raise ValueError(f'{name}={size!r} is {parse_bytes(size)} bytes: write gigabytes, such as "24GB"')
+                number = re.split(r"\s*[A-Za-z]", str(size))[0]
+                raise ValueError(f'{name}={size!r} is {parse_bytes(size)} bytes: write a unit, such as "{number}GB"')
         self._check_folders()
         if not isinstance(self.offload_activations, bool | None):
             raise ValueError(

@@ -5,6 +5,7 @@ Every call's count is looked at: a short one is gone on with, none at all is an 
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import errno
 import mmap
@@ -48,6 +49,15 @@ class DriveFull(DriveError):
 
 class EndOfFile(DriveError):
     """A file ends, or a drive takes nothing more, before all bytes have been moved."""
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """The same error to be raised, or kept: one that is both keeps the frames of whoever has waited for it."""
+    fresh = copy.copy(error)
+    fresh.__cause__ = error.__cause__
+    if isinstance(error, OSError):
+        fresh.strerror = error.strerror  # type: ignore[attr-defined]
+    return fresh
 
 
 def whole_blocks(nbytes: int) -> int:

@@ -15,7 +15,6 @@ everything: what has not begun, and all that comes later, is refused with it as 
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import threading
 import weakref
@@ -27,7 +26,7 @@ from queue import Empty, SimpleQueue
 
 from .buffers import as_memory
 from .drive import Drive, Errand, Job, Transfer
-from .drive_file import DriveError
+from .drive_file import DriveError, without_frames
 from .folders import RunFolder, remove
 from .manifest import Manifest, Place
 from .ticket import Operation, StaleRead, StoreClosed, StoreFailed, Ticket
@@ -305,7 +304,7 @@ class Keeper:
     def _fail(self, error: BaseException) -> None:
         """Ends everything that has not begun; what is under way comes back by itself."""
         if self.failed is None:
-            self.failed = copy.copy(error)  # without the frames of whoever waits, which would live as long as this
+            self.failed = without_frames(error)
         self._drop_waiting()
 
     def _drop_waiting(self) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .buffers import aligned, as_memory
 from .drive import CorruptRead, Drive, Traffic
-from .drive_file import BLOCK, DriveError, DriveFull, EndOfFile, whole_blocks
+from .drive_file import BLOCK, DriveError, DriveFull, EndOfFile, whole_blocks, without_frames
 from .files import open_file, warn_of
 from .folders import (
     FolderInUse,
@@ -264,7 +264,7 @@ class Store:
             ticket.wait()
         except StoreFailed as error:
             if isinstance(error.__cause__, OSError):
-                raise error.__cause__ from None
+                raise without_frames(error.__cause__) from None
             raise
 
     def verify(self) -> None:

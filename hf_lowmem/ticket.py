@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from .drive_file import without_frames
 from .manifest import Extent
 
 
@@ -44,12 +44,8 @@ class Ticket:
             error = self._future.exception(timeout)
         except FutureTimeout:
             raise TimeoutError(f"{self._what} is not done within {timeout} s, and goes on") from None
-        if (
-            error is not None
-        ):  # a copy: the threads keep the error, and with it would keep all frames that it came through
-            raised = copy.copy(error)
-            raised.__cause__ = error.__cause__
-            raise raised
+        if error is not None:  # which the threads may keep
+            raise without_frames(error)
 
     def done(self) -> bool:
         """Whether there is nothing to wait for, be it done or failed."""

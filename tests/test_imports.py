@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "folders": {"drive_file", "manifest", "plan"},
     "drive": {"drive_file"},
     "keeper": {"buffers", "drive", "drive_file", "folders", "manifest", "ticket"},
-    "ticket": {"manifest"},
+    "ticket": {"manifest", "drive_file"},
     "store": {"buffers", "drive", "drive_file", "files", "folders", "keeper", "manifest", "ticket"},
     "activations": {"checkpointing", "memory"},
     "checkpointing": set(),
