@@ -207,6 +207,7 @@ class LowBitAdamW(AdamStates):
             if number is not None and p.grad is not None and home.data_ptr() == p.data_ptr():
                 late.setdefault(number, []).append((p, group, p.grad.detach().contiguous().view(-1)))
             else:
+                self._bring(number)
                 at_once.append((p, group, name))
         order = self._deferred.in_order(late)
         for number in order[:AT_WORK]:

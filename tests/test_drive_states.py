@@ -314,3 +314,25 @@ def test_what_rests_stays_when_others_come_and_go() -> None:
     optimizer.leave_drive()
     assert first.closed
     assert made[0].closed
+
+
+def test_a_group_that_is_stepped_at_once_is_brought_to_ram() -> None:
+    params = [torch.nn.Parameter(torch.randn(96, 64).to(torch.bfloat16)) for _ in range(3)]
+    params[1].data = params[1].data.t()  # not contiguous: no kernel writes it where it is
+    twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    optimizer, plain = (LowBitAdamW(ps, lr=1e-2, seed=3) for ps in (params, twins))
+    optimizer.defer([[params[0], params[1]], [params[2]]])
+    optimizer.use_drive(Extents, [0, 1], buffer)
+    for number in range(3):
+        for p, q in zip(params, twins, strict=True):
+            grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(number)).to(torch.bfloat16)
+            p.grad, q.grad = grad.clone(), grad.clone()
+        optimizer.step()
+        plain.step()
+    optimizer.synchronize()
+    assert [optimizer._rests(number) for number in (0, 1)] == [False, True]
+    for p, q in zip(params, twins, strict=True):
+        assert torch.equal(p, q)
+    one, other = optimizer.state_dict()["state"], plain.state_dict()["state"]
+    for key, state in other.items():
+        assert all(torch.equal(torch.as_tensor(one[key][name]), torch.as_tensor(x)) for name, x in state.items())
